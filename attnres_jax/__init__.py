@@ -1,0 +1,1 @@
+"""Attention Residuals (arXiv:2603.15031) in JAX: depth mixing by attention."""
