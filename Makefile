@@ -31,7 +31,7 @@ help:
 # A venv whose interpreter is gone (say, after an upgrade) is made again.
 env:
 	@$(BIN) -c "" 2>/dev/null || rm -f $(STAMP)
-	@$(MAKE) --no-print-directory $(STAMP)
+	@$(MAKE) -s --no-print-directory $(STAMP)
 
 $(STAMP): setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
