@@ -1,0 +1,108 @@
+"""Grain pipelines: shard, batch, prefetch, and a position that can be saved."""
+
+import sys
+import weakref
+from typing import Any
+
+import grain
+
+from attnres_jax.data.packing import Batch, TrainWindows
+from attnres_jax.errors import UserError
+
+# Which flag makes a difference between two runs go away.
+_KNOBS = {
+  "source": "--config.data.source",
+  "seq_len": "--config.data.seq_len",
+  "batch_size": "--config.data.batch_size",
+  "seed": "--config.run.seed",
+  "fingerprint": "--config.data",
+  "process_count": "the number of processes",
+  "process_index": "the order of the processes",
+}
+
+
+def random_access(
+  windows: TrainWindows, batch_size: int, process_index: int, process_count: int
+) -> grain.IterDataset:
+  """Batches of this process, forever.
+
+  Step i of all processes together is windows [i B, (i + 1) B) whatever the
+  number of processes; this one takes every `process_count`-th of them.
+
+  Args:
+    windows: the same for all processes.
+    batch_size: B, of all processes together.
+  """
+  # No random-access dataset of grain is endless, but this one lasts.
+  indices = grain.MapDataset.range(sys.maxsize)
+  mine = indices[process_index::process_count]
+  batches = mine.map(windows.__getitem__).batch(batch_size // process_count)
+  # Prefetching is done by `TrainIterator`, with a thread that can be joined.
+  options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+  return batches.to_iter_dataset(options)
+
+
+class TrainIterator(grain.DatasetIterator):
+  """Batches forever, prefetched by one thread; resumes exactly.
+
+  The state is small and holds no data. It names what the order of the data
+  depends on, and is refused where that is different. Orbax takes the iterator
+  as a checkpointable. `close` ends the thread; so does garbage collection.
+  """
+
+  def __init__(
+    self, batches: grain.IterDataset, prefetch: int, identity: dict[str, Any]
+  ):
+    """Args:
+    batches: what to iterate over; its state must be JSON.
+    prefetch: batches prepared ahead, 0: none and no thread.
+    identity: what `batches` was made from, keys of `_KNOBS`.
+    """
+    # A thread, not a process: grain's worker processes need parsed absl flags,
+    # which a notebook has not, and reading mapped tokens is cheap.
+    ahead = grain.experimental.ThreadPrefetchIterDataset(
+      batches, prefetch_buffer_size=prefetch
+    )
+    super().__init__()
+    self._identity = identity
+    # Not a parent in grain's sense: at the end of the program it has to be
+    # closed and gone before the modules are, or its destructor complains.
+    self._ahead = [iter(ahead)]
+    self._finalizer = weakref.finalize(self, _close, self._ahead)
+
+  def __next__(self) -> Batch:
+    self._assert_not_closed()
+    return next(self._ahead[0])
+
+  def start_prefetch(self) -> None:
+    self._assert_not_closed()
+    self._ahead[0].start_prefetch()
+
+  def close(self) -> None:
+    self._closed = True
+    self._finalizer()
+
+  def get_state(self) -> dict[str, Any]:
+    self._assert_not_closed()
+    return {"position": self._ahead[0].get_state(), "data": self._identity}
+
+  def set_state(self, state: dict[str, Any]) -> None:
+    """Continues after the batch that was last returned before `get_state`.
+
+    Raises:
+      UserError: the state belongs to other data or another way to read it.
+    """
+    saved = state.get("data", {})
+    for key, now in self._identity.items():
+      if saved.get(key) != now:
+        raise UserError(
+          f"cannot resume the data: {key} was {saved.get(key)} in the"
+          f" checkpoint and is {now} now, expected the same. Restore"
+          f" {_KNOBS[key]}, or start in a new --workdir."
+        )
+    self._assert_not_closed()
+    self._ahead[0].set_state(state["position"])
+
+
+def _close(ahead: list) -> None:
+  ahead.pop().close()
