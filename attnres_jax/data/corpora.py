@@ -81,40 +81,35 @@ def pycode(path: str, val_percent: float) -> Corpus:
   try:
     manifest = json.loads((folder / "manifest.json").read_text())
     key, split_at = manifest["content_sha256"], manifest["val_percent"]
-    num_bytes = sum(manifest[side]["bytes"] for side in ("train", "val"))
-  except FileNotFoundError:
+    sizes = [manifest[s]["file_bytes"] for s in ("train", "val")]
+    stats = [(folder / f"{s}.jsonl").stat().st_size for s in ("train", "val")]
+  except (OSError, ValueError, KeyError, TypeError):
     raise UserError(
-      f"no pycode corpus in {str(folder)!r}: expected its manifest.json. Fetch"
-      f" it with {fetch}, or set the folder with --config.data.path."
+      f"no pycode corpus in {str(folder)!r}: expected manifest.json,"
+      f" train.jsonl and val.jsonl. Fetch it with {fetch}, or set its folder"
+      " with --config.data.path."
     ) from None
-  except (ValueError, KeyError, TypeError):
+  if stats != sizes:
     raise UserError(
-      f"{str(folder / 'manifest.json')!r} is not a manifest of the pycode"
-      f" corpus. Fetch it again with {fetch} --overwrite."
-    ) from None
+      f"the pycode corpus in {str(folder)!r} is damaged: its files have"
+      f" {stats} bytes, expected {sizes}. Fetch it again with {fetch}."
+    )
   if split_at != val_percent:
     raise UserError(
       f"got data.val_percent {val_percent}, but the pycode corpus in"
-      f" {str(folder)!r} was split at {split_at}. Set --config.data.val_percent"
-      f" ={split_at}, or fetch it again with {fetch}"
-      f" --val_percent={val_percent} --overwrite."
+      f" {str(folder)!r} is split at {split_at}: expected the same. Set"
+      f" --config.data.val_percent={split_at}, or split it again with {fetch}"
+      f" --val_percent={val_percent}."
     )
 
   def documents():
     for side in ("train", "val"):
-      file = folder / f"{side}.jsonl"
-      try:
-        lines = file.open(encoding="utf-8")
-      except FileNotFoundError:
-        raise UserError(
-          f"{str(file)!r} is missing. Fetch it again with {fetch} --overwrite."
-        ) from None
-      with lines:
+      with (folder / f"{side}.jsonl").open(encoding="utf-8") as lines:
         for line in lines:
           row = json.loads(line)
           yield Document(row["id"], row["text"], held_out=side == "val")
 
-  return Corpus("pycode", _hash([key, split_at]), num_bytes, documents)
+  return Corpus("pycode", _hash([key, split_at]), sum(sizes), documents)
 
 
 def pycode_folder() -> pathlib.Path:
