@@ -8,11 +8,13 @@ for a whole block of queries (phase 1) while the running sum joins later
 (phase 2). Everything here is float32; the caller casts once at the end.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.xla_metadata import set_xla_metadata
 from jaxtyping import Array, Float
 
 HIGHEST = jax.lax.Precision.HIGHEST  # logits: a TPU's default is too coarse
@@ -36,7 +38,7 @@ class Activation(NamedTuple):
   """phi of the paper's Eq. 2.
 
   Attributes:
-    weigh: logits [R, ...] -> (weights [R, ...], shift [...]).
+    weigh: logits [Q R B T H] -> (weights [Q R B T H], shift [Q B T H]).
     normalised: whether the result is divided by the sum of the weights.
   """
 
@@ -46,12 +48,12 @@ class Activation(NamedTuple):
 
 def _exponential(logits):
   # The shift cancels in every result, so no gradient may flow through it.
-  shift = jax.lax.stop_gradient(logits.max(0))
-  return jnp.exp(logits - shift), shift
+  shift = jax.lax.stop_gradient(logits.max(1))
+  return jnp.exp(logits - shift[:, None]), shift
 
 
 def _sigmoid(logits):
-  return jax.nn.sigmoid(logits), jnp.zeros_like(logits[0])
+  return jax.nn.sigmoid(logits), jnp.zeros_like(logits[:, 0])
 
 
 ACTIVATIONS = {
@@ -80,15 +82,79 @@ def scale_heads(
   return (weight[..., None] * grouped).reshape(*lead, d)
 
 
+def _not_inlined(function):
+  """Compiles `function` as one call whose operands and results are arrays.
+
+  XLA on CPU drops optimization barriers and then fuses every producer into all
+  of its consumers: a cotangent, with the norm behind it, would be computed once
+  per source that it reaches. A call that stays a call ends that.
+  """
+  jitted = jax.jit(function)
+
+  @functools.wraps(function)
+  def call(*args):
+    with set_xla_metadata(inlineable="false"):
+      return jitted(*args)
+
+  return call
+
+
+@jax.custom_vjp
+def mix(
+  weights: Float[Array, "Q R B T H"], sources: tuple[Float[Array, "B T D"], ...]
+) -> tuple[Float[Array, "B T D"], ...]:
+  """out_q = sum_r weights[q, r] * source_r: Q mixtures of R sources, float32.
+
+  Every source is an array of its own, never stacked. The derivative is written
+  out for speed: left to autodiff, every slice of `weights` becomes a padded
+  array, which is quadratic in R.
+  """
+  return _mix(weights, sources)
+
+
+@_not_inlined
+def _mix(weights, sources):
+  return tuple(
+    sum(scale_heads(w, v) for w, v in zip(row, sources, strict=True))
+    for row in weights
+  )
+
+
+@_not_inlined
+def _mix_backward(saved, d_outs):
+  weights, sources = saved
+  heads = weights.shape[-1]
+
+  def dot(d_out, v):
+    product = d_out * v.astype(jnp.float32)
+    return product.reshape(*product.shape[:-1], heads, -1).sum(-1)
+
+  d_weights = jnp.stack(
+    [jnp.stack([dot(d_out, v) for v in sources]) for d_out in d_outs]
+  )
+  d_sources = tuple(
+    sum(scale_heads(weights[q, r], d_out) for q, d_out in enumerate(d_outs))
+    .astype(v.dtype)
+    for r, v in enumerate(sources)
+  )  # fmt: skip
+  return d_weights, d_sources
+
+
+mix.defvjp(lambda w, v: (_mix(w, v), (w, v)), _mix_backward)
+
+
 def attend(
-  logits: Float[Array, "R B T H"],
-  sources: Sequence[Float[Array, "B T D"]],
+  logits: Float[Array, "Q R B T H"],
+  sources: tuple[Float[Array, "B T D"], ...],
   activation: Activation,
-) -> Partial:
-  """One query over R >= 1 sources, each an array of its own (no stacking)."""
-  weights, shift = activation.weigh(logits)
-  out = sum(scale_heads(w, v) for w, v in zip(weights, sources, strict=True))
-  return Partial(out, shift, weights.sum(0))
+) -> list[Partial]:
+  """The partial results of Q queries over R >= 1 sources."""
+  weights, shifts = activation.weigh(logits)
+  outs = mix(weights, sources)
+  return [
+    Partial(*parts)
+    for parts in zip(outs, shifts, weights.sum(1), strict=True)
+  ]
 
 
 def merge(a: Partial, b: Partial) -> Partial:

@@ -153,8 +153,8 @@ class AttnRes(DepthMixer):
     query = self.query.at(self.num_sublayers) if x is None else x.query
     sources = state.finished + state.recent
     current = self._current(state)
-    (logits_RBTH,) = self.query.logits([query], sources, 0, current)
-    weights_RBTH, _ = self._phi.weigh(logits_RBTH)
+    logits_QRBTH = self.query.logits([query], sources, 0, current)
+    weights_RBTH = self._phi.weigh(logits_QRBTH)[0][0]
     if self._phi.normalised:
       weights_RBTH /= weights_RBTH.sum(0)
     return weights_RBTH
@@ -174,7 +174,7 @@ class AttnRes(DepthMixer):
   def _attend(self, rows, state, sources, first) -> list[Partial]:
     current = self._current(state)
     logits_QRBTH = self.query.logits(rows, sources, first, current)
-    return [attention.attend(z, sources, self._phi) for z in logits_QRBTH]
+    return attention.attend(logits_QRBTH, sources, self._phi)
 
 
 class FullAttnRes(AttnRes):

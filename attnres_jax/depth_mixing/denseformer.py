@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from attnres_jax.depth_mixing import attention
 from attnres_jax.depth_mixing.base import DepthMixer, DepthParam
 from attnres_jax.errors import UserError
 
@@ -103,6 +104,8 @@ class DenseFormer(DepthMixer):
     if row is None:
       return newest
     i = len(state.states) - 1
-    picked = [state.states[j].astype(jnp.float32) for j in self._picked(i)]
-    mixed = sum(a * x for a, x in zip(row, picked, strict=True))
-    return mixed.astype(newest.dtype)
+    picked = tuple(state.states[j] for j in self._picked(i))
+    weights = jnp.broadcast_to(
+      row[:, None, None, None], (len(row), *newest.shape[:2], 1)
+    )
+    return attention.mix(weights[None], picked)[0].astype(newest.dtype)

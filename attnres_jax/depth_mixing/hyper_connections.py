@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from attnres_jax.depth_mixing.attention import HIGHEST, inverse_rms
+from attnres_jax.depth_mixing import attention
+from attnres_jax.depth_mixing.attention import HIGHEST
 from attnres_jax.depth_mixing.base import DepthMixer, DepthParam
 from attnres_jax.errors import UserError
 
@@ -20,14 +21,13 @@ OFF_INIT = -8.0  # logit of every stream mapping that is not the identity
 
 class HyperState(NamedTuple):
   """Attributes:
-  streams: H_l.
-  post: how the coming output enters each stream; None before the read.
-  residual: how the streams mix; None before the read.
+  streams: the columns of H_l, M separate arrays.
+  mixing: row m: how the streams (residual) and, last, the coming output (post)
+    enter stream m; None before the read.
   """
 
-  streams: Float[Array, "B T M D"]
-  post: Float[Array, "B T M"] | None
-  residual: Float[Array, "B T M M"] | None
+  streams: tuple[Float[Array, "B T D"], ...]
+  mixing: Float[Array, "B T M M+1"] | None
 
 
 class HyperSlice(NamedTuple):
@@ -81,8 +81,7 @@ class MHC(DepthMixer):
     return (tuple(range(sublayer + 1)),) * self.streams
 
   def start(self, embedding):
-    streams = jnp.repeat(embedding[:, :, None], self.streams, axis=2)
-    return HyperState(streams, None, None)
+    return HyperState((embedding,) * self.streams, None)
 
   def open(self, state, block):
     return state, [
@@ -90,40 +89,45 @@ class MHC(DepthMixer):
     ]
 
   def read(self, state, x, norm):
-    pre_BTM, post_BTM, residual_BTMM = self._coefficients(state, x)
-    streams = state.streams.astype(jnp.float32)
-    h_BTD = (pre_BTM[..., None] * streams).sum(2).astype(state.streams.dtype)
-    return norm(h_BTD), HyperState(state.streams, post_BTM, residual_BTMM)
+    pre_BTM, mixing = self._coefficients(state, x)
+    weights_QRBTH = jnp.moveaxis(pre_BTM, -1, 0)[None, ..., None]
+    (h_BTD,) = attention.mix(weights_QRBTH, state.streams)
+    return norm(h_BTD.astype(state.streams[0].dtype)), HyperState(
+      state.streams, mixing
+    )
 
   def write(self, state, x, output):
-    streams = state.streams.astype(jnp.float32)
-    new = state.post[..., None] * output.astype(jnp.float32)[:, :, None]
-    for m in range(self.streams):  # M is small: elementwise beats a tiny matmul
-      new += state.residual[..., m, None] * streams[:, :, None, m]
-    return HyperState(new.astype(state.streams.dtype), None, None)
+    weights_QRBTH = jnp.moveaxis(state.mixing, (2, 3), (0, 1))[..., None]
+    streams = attention.mix(weights_QRBTH, (*state.streams, output))
+    return HyperState(tuple(h.astype(output.dtype) for h in streams), None)
 
   def finish(self, state):
-    total = state.streams.astype(jnp.float32).sum(2)
-    return total.astype(state.streams.dtype)
+    total = sum(h.astype(jnp.float32) for h in state.streams)
+    return total.astype(state.streams[0].dtype)
 
   def weights(self, state, x):
-    b, t, m, _ = state.streams.shape
     if x is None:
-      return jnp.ones((m, b, t, 1), jnp.float32)
-    pre_BTM, _, _ = self._coefficients(state, x)
+      shape = (self.streams, *state.streams[0].shape[:2], 1)
+      return jnp.ones(shape, jnp.float32)
+    pre_BTM, _ = self._coefficients(state, x)
     return jnp.moveaxis(pre_BTM, -1, 0)[..., None]
 
   def _coefficients(self, state, x):
     m = self.streams
-    flat = state.streams.reshape(*state.streams.shape[:2], -1)
-    normed = flat.astype(jnp.float32) * inverse_rms(flat, self.norm_eps)
-    z = jnp.einsum("BTC,CK->BTK", normed, x.projection, precision=HIGHEST)
-    pre, post, residual = jnp.split(z, (m, 2 * m), axis=-1)
+    streams = [h.astype(jnp.float32) for h in state.streams]
+    square = sum(jnp.mean(h * h, axis=-1, keepdims=True) for h in streams) / m
+    inverse = jax.lax.rsqrt(square + self.norm_eps)
+    parts = jnp.split(x.projection, m)  # rows of phi, stream by stream
+    z_BTK = inverse * sum(
+      jnp.dot(h, phi, precision=HIGHEST)
+      for h, phi in zip(streams, parts, strict=True)
+    )
+    pre, post, residual = jnp.split(z_BTK, (m, 2 * m), axis=-1)
     b_pre, b_post, b_residual = jnp.split(x.bias, (m, 2 * m))
     pre = jax.nn.sigmoid(x.gates[0] * pre + b_pre)
     post = 2 * jax.nn.sigmoid(x.gates[1] * post + b_post)
     residual = self._residual(x.gates[2] * residual + b_residual)
-    return pre, post, residual
+    return pre, jnp.concatenate([residual, post[..., None]], axis=-1)
 
   def _residual_bias(self) -> np.ndarray:
     return OFF_INIT * (1 - np.eye(self.streams))
