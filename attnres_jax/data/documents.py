@@ -75,10 +75,29 @@ def split(
       lowest = min(lowest, rank(doc.id))
     sides[held_out] += 1
     yield doc, held_out
-  _check_sides(sides[False], sides[True], lowest, val_percent, name)
+  check_sides(sides[False], sides[True], val_percent, name, lowest)
 
 
-def _check_sides(train: int, val: int, lowest: int, val_percent, name: str):
+def check_sides(
+  train: int,
+  val: int,
+  val_percent: float,
+  name: str,
+  lowest: int | None = None,
+) -> None:
+  """Checks that both sides of a split have documents.
+
+  Args:
+    train: training documents.
+    val: documents held out.
+    val_percent: the share that was asked for.
+    name: the corpus, for the message.
+    lowest: the lowest rank of all ids, if known: the message then says which
+      share would hold something out.
+
+  Raises:
+    UserError: there are not two documents, or all are on one side.
+  """
   total = train + val
   if total < 2:
     raise UserError(
@@ -89,7 +108,9 @@ def _check_sides(train: int, val: int, lowest: int, val_percent, name: str):
   if train and val:
     return
   got, more = ("all", "less") if val else ("none", "more")
-  hint = "" if val else f" ({lowest // 100 + 1} holds out at least one)"
+  hint = ""
+  if lowest is not None and not val:
+    hint = f" ({lowest // 100 + 1} holds out at least one)"
   raise UserError(
     f"data.val_percent {val_percent} holds out {got} of the {total} documents"
     f" of {name}: expected {more}{hint}. Set it with"

@@ -33,8 +33,8 @@ class Stream:
     self._starts = np.concatenate([[0], np.cumsum(lengths)])
     self.num_tokens = int(self._starts[-1])
 
-  def window(self, k: int, seq_len: int) -> Batch:
-    """Inputs [k T, (k + 1) T) of the stream and the tokens after each.
+  def window(self, begin: int, seq_len: int) -> Batch:
+    """Inputs [begin, begin + T) of the stream and the token after each.
 
     Returns:
       int32 [T] each:
@@ -43,7 +43,6 @@ class Stream:
         segment_ids: from 1, one for each piece; 0 past the end of the stream.
         mask: 1 where the target belongs to the document of its input.
     """
-    begin = k * seq_len
     end = min(begin + seq_len + 1, self.num_tokens)
     ids, positions, segments = np.zeros((3, seq_len + 1), np.int32)
     first = int(np.searchsorted(self._starts, begin, side="right")) - 1
@@ -84,7 +83,7 @@ class TrainWindows:
   def __getitem__(self, index: int) -> Batch:
     epoch, k = divmod(int(index), self.per_epoch)
     stream, windows = self._epoch(epoch)
-    return stream.window(int(windows[k]), self._seq_len)
+    return stream.window(int(windows[k]) * self._seq_len, self._seq_len)
 
   def _make_epoch(self, epoch: int):
     # % because run.seed may be negative and SeedSequence takes no sign.
@@ -107,7 +106,8 @@ def eval_windows(
   stream = Stream(tokens, order)
   available = -(-(stream.num_tokens - 1) // seq_len)
   count = min(count, available)
-  return [stream.window(i * available // count, seq_len) for i in range(count)]
+  picked = (i * available // count for i in range(count))
+  return [stream.window(k * seq_len, seq_len) for k in picked]
 
 
 def stack(windows: list[Batch], batch_size: int) -> Batch:
