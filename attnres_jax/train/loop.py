@@ -1,0 +1,342 @@
+"""The training loop: one run of one config in one folder.
+
+Steps are counted from 1 in everything that is written: step n is the state
+after n updates, and its loss is that of the n-th batch before the update.
+"""
+
+import contextlib
+import dataclasses
+import math
+import os
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from ml_collections import ConfigDict
+
+from attnres_jax import data
+from attnres_jax.config import validate
+from attnres_jax.errors import UserError
+from attnres_jax.train.checkpoint import Checkpoints
+from attnres_jax.train.errors import NonFiniteLossError
+from attnres_jax.train.loss import LossSums, bits_per_byte
+from attnres_jax.train.metrics import MetricsLog, Progress, Stopwatch
+from attnres_jax.train.program import (
+  Program,
+  TrainState,
+  compile_program,
+)
+from attnres_jax.train.signals import StopRequest
+from attnres_jax.train.workdir import Workdir
+
+__all__ = ["NonFiniteLossError", "Program", "Summary", "compile_program",
+           "train"]  # fmt: skip
+
+# Steps between two times that several processes ask each other whether to
+# stop; it makes them wait for one another.
+STOP_EVERY = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+  """How a run stands.
+
+  Attributes:
+    val_loss: of the last evaluation, nats per token; None if there was none.
+    val_bpb: of the last evaluation, bits per byte; None likewise.
+    steps: optimizer steps taken, over all sessions.
+    tokens: positions trained on: steps x batch size x sequence length.
+    wall_s: seconds of training, evaluation and saving over all sessions; what
+      was lost with unsaved steps, and compilation, is not in it.
+    interrupted: stopped before the last step, by a signal; saved.
+    signal: number of that signal, else 0.
+  """
+
+  val_loss: float | None
+  val_bpb: float | None
+  steps: int
+  tokens: int
+  wall_s: float
+  interrupted: bool
+  signal: int = 0
+
+
+def train(
+  config: ConfigDict,
+  workdir: str | os.PathLike,
+  program: Program | None = None,
+  dataset: data.Dataset | None = None,
+  say: Callable[[str], None] = lambda line: None,
+) -> Summary:
+  """Trains, or continues to train, or tells how it ended.
+
+  The same call continues a run exactly: losses, parameters and metrics.jsonl
+  (but for timings) are those of a run that was never interrupted. SIGINT and
+  SIGTERM end it after the current step, with everything saved.
+
+  Args:
+    config: of configs/train.py.
+    workdir: folder of the run; see workdir.py for what it comes to hold.
+    program: `compile_program` of this config or one that differs in run.seed;
+      compiled here if missing.
+    dataset: `data.load` of this config; loaded here if missing.
+    say: receives facts for people, a line at a time.
+
+  Raises:
+    UserError: config, data or folder are not usable; nothing was written.
+    NonFiniteLossError: the loss or gradient is not finite any more. The last
+      checkpoint is from before that.
+  """
+  validate(config)
+  folder = Workdir(workdir, config)
+  finished = folder.summary()
+  if finished is not None:
+    say(f"Finished before, nothing to do: {folder.path}")
+    return Summary(**finished)
+  if dataset is None:
+    dataset = data.load(
+      config.data,
+      seed=config.run.seed,
+      process_index=jax.process_index(),
+      process_count=jax.process_count(),
+    )
+  if dataset.tokenizer.vocab_size > config.model.vocab_size:
+    raise UserError(
+      f"got model.vocab_size {config.model.vocab_size}: expected at least the"
+      f" tokenizer's {dataset.tokenizer.vocab_size}. Set"
+      " --config.data.vocab_size."
+    )
+  for key, value in dataset.describe().items():
+    say(f"data.{key}: {value}")
+  if program is None:
+    program = compile_program(config)
+  _require_program_of(config, program)
+  _say_program(config, program, folder, say)
+  with folder.open():
+    summary = _Run(config, folder, program, dataset, say).run()
+    if not summary.interrupted:
+      folder.finish(dataclasses.asdict(summary))
+  return summary
+
+
+class _Run:
+  """One session of `train`: the objects that the loop needs, and the loop."""
+
+  def __init__(self, config, folder, program, dataset, say):
+    self.config, self.folder, self.program = config, folder, program
+    self.dataset, self.say = dataset, say
+    self.tokens_per_step = config.data.batch_size * config.data.seq_len
+    self.eval_batches = dataset.eval_batches()
+    self.first = jax.process_index() == 0
+
+  def run(self) -> Summary:
+    run = self.config.run
+    self.checkpoints = Checkpoints(
+      self.folder.checkpoints, run.keep_checkpoints
+    )
+    self.iterator = self.dataset.train_iterator()
+    self.saved = self.checkpoints.latest
+    if self.saved is None:
+      start, wall_s, state = 0, 0.0, self.program.init(run.seed)
+      self.checkpoints.require_space(state)
+    else:
+      start = self.saved
+      state, facts = self.checkpoints.restore(
+        start, self.program.abstract_state, self.iterator
+      )
+      wall_s = facts["wall_s"]
+      self.say(f"continuing after step {start}")
+    self.log = MetricsLog(
+      self.folder.path, start, write=self.first, tensorboard=run.tensorboard
+    )
+    self.watch = Stopwatch(wall_s, start)
+    self.progress = Progress(
+      run.steps, start, self.tokens_per_step, run.progress and self.first
+    )
+    try:
+      with contextlib.closing(self.progress), contextlib.closing(self.log):
+        summary = self._loop(state, start)
+    except KeyboardInterrupt:
+      raise  # asked for twice: do not wait for what is being saved
+    except BaseException:
+      with contextlib.suppress(Exception):  # the first error is the one to see
+        self.checkpoints.close()
+      raise
+    self.checkpoints.close()
+    self.iterator.close()
+    return summary
+
+  def _loop(self, state: TrainState, start: int) -> Summary:
+    run = self.config.run
+    step, pending = start, None
+    with StopRequest() as stop:
+      # Interrupted between a save and the evaluation of the same step?
+      self._maybe_evaluate(state, step, stop)
+      while step < run.steps and not self._should_stop(stop, step):
+        batch = self.watch.wait_for(self.iterator)
+        state, metrics = self.program.train_step(state, batch)
+        # The device is busy with this step: time to look at the one before.
+        self._report(pending)
+        step += 1
+        pending = step, metrics
+        saves = step % run.checkpoint_every == 0 or step == run.steps
+        if saves or self._evaluates(step):
+          self._report(pending)
+          pending = None
+          self.watch.pause()
+          self._maybe_evaluate(state, step, stop)
+          if saves:
+            self._save(state, step)
+          self.watch.resume()
+      self._report(pending)
+      if step != self.saved:
+        self._save(state, step)
+      self.checkpoints.wait()
+    interrupted = step < run.steps or not self._evaluated(step)
+    _, last = self.log.last_eval or (0, {})
+    return Summary(
+      val_loss=last.get("val_loss"),
+      val_bpb=last.get("val_bpb"),
+      steps=step,
+      tokens=step * self.tokens_per_step,
+      wall_s=self.watch.total_s,
+      interrupted=interrupted,
+      signal=stop.signal if interrupted else 0,
+    )
+
+  def _should_stop(self, stop: StopRequest, step: int) -> bool:
+    """Whether to stop; all processes get the same answer."""
+    if jax.process_count() == 1:
+      return bool(stop.signal)
+    if step % STOP_EVERY:
+      return False
+    signals = multihost_utils.process_allgather(np.int32(stop.signal))
+    stop.signal = int(signals.max())
+    return bool(stop.signal)
+
+  def _report(self, pending: tuple[int, dict[str, jax.Array]] | None) -> None:
+    """Waits for the metrics of a step, checks them and writes them if due."""
+    if pending is None:
+      return
+    step, metrics = pending
+    run = self.config.run
+    values = {key: float(x) for key, x in jax.device_get(metrics).items()}
+    # The loss first: compiled functions return their results in another order.
+    values = {"loss": values.pop("loss"), **values}
+    for name in ("loss", "grad_norm"):
+      if not math.isfinite(values[name]):
+        raise NonFiniteLossError(name, values[name], step, self.saved)
+    self.progress.update(values["loss"])
+    if step % run.log_every == 0 or step in (1, run.steps):
+      timing = self.watch.lap(step, self.tokens_per_step)
+      self.log.write(step, {**values, **timing})
+
+  def _evaluates(self, step: int) -> bool:
+    run = self.config.run
+    return step > 0 and (step % run.eval_every == 0 or step == run.steps)
+
+  def _evaluated(self, step: int) -> bool:
+    last = self.log.last_eval
+    done = last is not None and last[0] == step
+    if jax.process_count() > 1:  # only the first can be sure to see the file
+      done = bool(multihost_utils.broadcast_one_to_all(np.int32(done)))
+    return done
+
+  def _maybe_evaluate(
+    self, state: TrainState, step: int, stop: StopRequest
+  ) -> None:
+    """Evaluates if it is due and not done; gives up when asked to stop."""
+    if not self._evaluates(step) or self._evaluated(step):
+      return
+    values = evaluate(
+      self.program, state, self.eval_batches,
+      self.dataset.tokenizer.token_bytes, stop,
+    )  # fmt: skip
+    if values is None:
+      return
+    if not math.isfinite(values["val_loss"]):
+      raise NonFiniteLossError("val_loss", values["val_loss"], step, self.saved)
+    self.log.write(step, values)
+    self.progress.validated(values["val_loss"])
+
+  def _save(self, state: TrainState, step: int) -> None:
+    """Saves a state whose metrics were finite."""
+    facts = dict(wall_s=self.watch.total_s)
+    self.checkpoints.save(step, state, self.iterator, facts)
+    self.saved = step
+
+
+def evaluate(
+  program: Program,
+  state: TrainState,
+  batches: Sequence[dict[str, np.ndarray]],
+  token_bytes: np.ndarray,
+  stop: StopRequest | None = None,
+) -> dict[str, float] | None:
+  """Validation loss over all targets of all batches.
+
+  Args:
+    program: whose eval step to use.
+    state: only the parameters are used.
+    batches: this process's part of each.
+    token_bytes: [V], UTF-8 bytes that each id stands for.
+    stop: gives up as soon as it has a signal (on a single process).
+
+  Returns:
+    `val_loss` in nats per target and `val_bpb` in bits per byte; or None if it
+    gave up.
+  """
+  sums = []
+  for batch in batches:
+    if stop is not None and stop.signal and jax.process_count() == 1:
+      return None
+    sums.append(program.eval_step(state, batch))
+    if len(sums) > 1:  # one batch ahead; more would only fill the memory
+      sums[-2] = jax.device_get(sums[-2])
+  totals = LossSums(*np.sum(jax.device_get(sums), axis=0, dtype=np.float64))
+  num_bytes = sum(
+    float((token_bytes[batch["targets"]] * (batch["mask"] != 0)).sum())
+    for batch in batches
+  )
+  if jax.process_count() > 1:
+    num_bytes = float(
+      multihost_utils.process_allgather(np.float64(num_bytes)).sum()
+    )
+  return dict(
+    val_loss=float(totals.nll / totals.targets),
+    val_bpb=bits_per_byte(float(totals.nll), num_bytes),
+  )
+
+
+def _require_program_of(config: ConfigDict, program: Program) -> None:
+  """A program of another config would train something else, silently."""
+  for group in ("model", "mixer", "opt", "mesh"):
+    if program.config[group].to_dict() != config[group].to_dict():
+      raise ValueError(f"the program was compiled for another config.{group}")
+  for group, keys in {
+    "data": ("batch_size", "seq_len"),
+    "run": ("steps",),
+  }.items():
+    for key in keys:
+      if program.config[group][key] != config[group][key]:
+        raise ValueError(
+          f"the program was compiled for {group}.{key}"
+          f" {program.config[group][key]}, not {config[group][key]}"
+        )
+
+
+def _say_program(config, program, folder, say) -> None:
+  devices = program.mesh.devices.flatten()
+  tokens = config.data.batch_size * config.data.seq_len
+  say(f"model: {program.num_params:,} parameters")
+  say(f"depth: {program.mixer_description}")
+  say(
+    f"devices: {len(devices)} x {devices[0].device_kind}; compiled in"
+    f" {program.compile_s:.1f} s"
+  )
+  say(
+    f"steps: {config.run.steps:,} of {tokens:,} tokens, in all"
+    f" {config.run.steps * tokens:,}"
+  )
+  say(f"outputs: {folder.path}")

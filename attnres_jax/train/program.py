@@ -1,0 +1,286 @@
+"""A config turned into compiled functions: init, train step, eval step."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from ml_collections import ConfigDict
+
+from attnres_jax.config import validate
+from attnres_jax.errors import UserError
+from attnres_jax.model.decoder import build_model
+from attnres_jax.train import optimizer
+from attnres_jax.train.loss import LossSums, loss_sums
+
+AXIS = "data"
+BATCH_KEYS = ("tokens", "targets", "positions", "segment_ids", "mask")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class TrainState:
+  """Everything that a step changes.
+
+  There is no random key in it: the model draws nothing while it trains, so the
+  seed (initial weights, data order) and the data iterator's state fix a run.
+
+  Attributes:
+    step: optimizer steps taken, int32.
+    params: the model's parameters, float32.
+    opt_state: of the optimizer; its moments are float32.
+  """
+
+  step: jax.Array
+  params: nnx.State
+  opt_state: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+  """The compiled functions of a config; run.seed and data do not matter.
+
+  Attributes:
+    config: what it was compiled for.
+    graphdef: `nnx.merge(graphdef, state.params)` is the model.
+    tx: the optimizer.
+    mesh: one axis, `data`.
+    abstract_state: TrainState of shapes, with shardings.
+    num_params: number of trainable scalars.
+    compile_s: seconds to trace, lower and compile both steps; with a warm
+      persistent cache, to load them.
+    peak_bytes: device memory of the train step on one device: arguments +
+      outputs + temporaries - what outputs share with arguments; None where
+      the backend does not say.
+    mixer_description: sources and boundaries of the depth mixer, one line.
+  """
+
+  config: ConfigDict
+  graphdef: nnx.GraphDef
+  tx: optax.GradientTransformation
+  mesh: Mesh
+  abstract_state: TrainState
+  num_params: int
+  compile_s: float
+  peak_bytes: int | None
+  mixer_description: str
+  _init: Callable[[int], TrainState]
+  _train_step: Callable[..., tuple[TrainState, dict[str, jax.Array]]]
+  _eval_step: Callable[..., LossSums]
+
+  def init(self, seed: int) -> TrainState:
+    """The state before step 0, on the mesh."""
+    return self._init(seed)
+
+  def train_step(
+    self, state: TrainState, batch: Mapping[str, np.ndarray]
+  ) -> tuple[TrainState, dict[str, jax.Array]]:
+    """One optimizer step. Does not block.
+
+    Args:
+      state: donated: do not use it again.
+      batch: this process's part of a batch, int32 [B / processes, T] each.
+
+    Returns:
+      The next state; and float32 scalars: `loss` (nats per target, before the
+      update, without z-loss), `z_loss` (if opt.z_loss), `grad_norm` (before
+      clipping), `lr`.
+    """
+    return self._train_step(state, self.put(batch))
+
+  def eval_step(
+    self, state: TrainState, batch: Mapping[str, np.ndarray]
+  ) -> LossSums:
+    """Sums over a batch, over all processes. Does not block."""
+    return self._eval_step(state.params, self.put(batch))
+
+  def put(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+    """This process's part of a batch as arrays on the mesh."""
+    sharding = NamedSharding(self.mesh, PartitionSpec(AXIS))
+    batch = {key: batch[key] for key in BATCH_KEYS}
+    if jax.process_count() == 1:
+      return jax.device_put(batch, sharding)
+    return {
+      key: jax.make_array_from_process_local_data(sharding, value)
+      for key, value in batch.items()
+    }
+
+
+def make_mesh(config: ConfigDict) -> Mesh:
+  """The mesh of a config: its first mesh.data devices along `data`.
+
+  Raises:
+    UserError: not so many devices, or they do not divide the batch.
+  """
+  available, wanted = jax.device_count(), config.mesh.data
+  processes = jax.process_count()
+  if wanted != -1 and not 1 <= wanted <= available:
+    raise UserError(
+      f"got mesh.data {wanted}: expected -1 (all) or 1 to {available}, the"
+      f" {jax.default_backend()} devices here. Set it with --config.mesh.data."
+    )
+  devices = available if wanted == -1 else wanted
+  if processes > 1 and devices != available:
+    raise UserError(
+      f"got mesh.data {wanted}: expected -1, all {available} devices, when"
+      f" {processes} processes train together. Set it with --config.mesh.data."
+    )
+  batch, accumulate = config.data.batch_size, config.opt.accumulate
+  if batch % (devices * accumulate):
+    raise UserError(
+      f"got data.batch_size {batch}: expected a multiple of"
+      f" {devices * accumulate} ({devices} devices x opt.accumulate"
+      f" {accumulate}). Set --config.data.batch_size, --config.mesh.data or"
+      " --config.opt.accumulate."
+    )
+  return jax.make_mesh(
+    (devices,), (AXIS,), axis_types=(AxisType.Auto,),
+    devices=jax.devices()[:devices],
+  )  # fmt: skip
+
+
+def compile_program(config: ConfigDict) -> Program:
+  """Compiles a config ahead of time, for the devices that are there.
+
+  Raises:
+    UserError: something in the config is wrong; nothing has been compiled.
+  """
+  validate(config)
+  config = config.copy_and_resolve_references()
+  mesh = make_mesh(config)
+  replicated = NamedSharding(mesh, PartitionSpec())
+
+  model = nnx.eval_shape(lambda: build_model(config, 0))
+  graphdef, abstract_params, rest = nnx.split(model, nnx.Param, ...)
+  if jax.tree.leaves(rest):
+    raise TypeError(f"the model has state that is not nnx.Param: {rest}")
+  tx = optimizer.build(config.opt, config.run.steps, abstract_params)
+
+  def init_state(params):
+    return TrainState(jnp.int32(0), params, tx.init(params))
+
+  def init(seed):
+    # Not compiled: it runs once, and compiled it takes longer. The weights are
+    # those of `build_model`, to the bit.
+    params = nnx.state(build_model(config, seed), nnx.Param)
+    return jax.device_put(init_state(params), replicated)
+
+  start = time.perf_counter()
+  abstract_state = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated),
+    jax.eval_shape(init_state, abstract_params),
+  )
+  shape = (config.data.batch_size, config.data.seq_len)
+  abstract_batch = dict.fromkeys(
+    BATCH_KEYS,
+    jax.ShapeDtypeStruct(
+      shape, jnp.int32, sharding=NamedSharding(mesh, PartitionSpec(AXIS))
+    ),
+  )
+  train_step, eval_step = _make_steps(config, graphdef, tx, mesh)
+  compiled_train = (
+    jax.jit(train_step, donate_argnums=0, out_shardings=replicated)
+    .lower(abstract_state, abstract_batch)
+    .compile()
+  )
+  compiled_eval = (
+    jax.jit(eval_step, out_shardings=replicated)
+    .lower(abstract_state.params, abstract_batch)
+    .compile()
+  )
+  return Program(
+    config=config,
+    graphdef=graphdef,
+    tx=tx,
+    mesh=mesh,
+    abstract_state=abstract_state,
+    num_params=sum(x.size for x in jax.tree.leaves(abstract_params)),
+    compile_s=time.perf_counter() - start,
+    peak_bytes=_peak_bytes(compiled_train),
+    mixer_description=model.mixer.describe(),
+    _init=init,
+    _train_step=compiled_train,
+    _eval_step=compiled_eval,
+  )
+
+
+def _make_steps(config, graphdef, tx, mesh):
+  """The two step functions, not compiled."""
+  accumulate, z_loss = config.opt.accumulate, config.opt.z_loss
+  lr = optimizer.schedule(config.opt, config.run.steps)
+
+  def split(x_BT):
+    """[B, T] -> [microbatches, B / microbatches, T], without moving a row to
+    another device: every device's rows are dealt out to all microbatches."""
+    x = x_BT.reshape(-1, accumulate, x_BT.shape[-1]).swapaxes(0, 1)
+    return jax.lax.with_sharding_constraint(
+      x, NamedSharding(mesh, PartitionSpec(None, AXIS))
+    )
+
+  def forward(params, micro):
+    model = nnx.merge(graphdef, params)
+    logits = model(micro["tokens"], micro["positions"], micro["segment_ids"])
+    return loss_sums(logits, micro["targets"], micro["mask"])
+
+  def over_microbatches(function, batch, zeros):
+    """Sums `function(microbatch)`, a pytree like `zeros`, over a batch."""
+    if accumulate == 1:
+      return function(batch)
+
+    def body(total, micro):
+      return jax.tree.map(jnp.add, total, function(micro)), None
+
+    return jax.lax.scan(body, zeros, jax.tree.map(split, batch))[0]
+
+  no_sums = LossSums(*[jnp.float32(0)] * 3)
+
+  def train_step(state, batch):
+    # Every microbatch divides by the targets of the whole batch, so uneven
+    # masks weigh the same whatever opt.accumulate is.
+    targets = jnp.maximum(jnp.sum(batch["mask"] != 0, dtype=jnp.float32), 1)
+
+    def objective(params, micro):
+      sums = forward(params, micro)
+      return (sums.nll + z_loss * sums.z) / targets, sums
+
+    def gradients(micro):
+      (_, sums), grads = jax.value_and_grad(objective, has_aux=True)(
+        state.params, micro
+      )
+      return sums, grads
+
+    zeros = no_sums, jax.tree.map(jnp.zeros_like, state.params)
+    sums, grads = over_microbatches(gradients, batch, zeros)
+    updates, opt_state = tx.update(grads, state.opt_state, state.params)
+    metrics = dict(
+      loss=sums.nll / targets,
+      grad_norm=optimizer.global_norm(grads),
+      lr=lr(state.step),
+    )
+    if z_loss:
+      metrics["z_loss"] = z_loss * sums.z / targets
+    params = optax.apply_updates(state.params, updates)
+    return TrainState(state.step + 1, params, opt_state), metrics
+
+  def eval_step(params, batch):
+    return over_microbatches(lambda m: forward(params, m), batch, no_sums)
+
+  return train_step, eval_step
+
+
+def _peak_bytes(compiled) -> int | None:
+  stats = compiled.memory_analysis()
+  if stats is None:
+    return None
+  return (
+    stats.argument_size_in_bytes
+    + stats.output_size_in_bytes
+    + stats.temp_size_in_bytes
+    - stats.alias_size_in_bytes
+  )

@@ -1,0 +1,240 @@
+"""The folder of a run: whose it is, what it was made with, how it ended.
+
+config.json        the whole config; a run of another one is refused
+environment.json   commit, versions, devices of the latest session
+metrics.jsonl      see metrics.py
+tensorboard/       the same values as event files
+checkpoints/       see checkpoint.py
+summary.json       once the run is finished
+"""
+
+import contextlib
+import datetime
+import errno
+import fcntl
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from attnres_jax.errors import UserError
+from attnres_jax.train.files import write_atomically
+
+# A run may continue with other values of these. The first group changes what
+# is shown or kept. The second changes on which devices and in what order the
+# same numbers are computed: a run can move to other hardware, and goes on as
+# before up to rounding.
+HARMLESS = frozenset(
+  {
+    "run.log_every",
+    "run.eval_every",
+    "run.checkpoint_every",
+    "run.keep_checkpoints",
+    "run.tensorboard",
+    "run.progress",
+    "data.prefetch",
+    "mesh.data",
+    "opt.accumulate",
+    "model.remat",
+  }
+)
+
+PACKAGES = (
+  "attnres_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint",
+  "grain", "numpy",
+)  # fmt: skip
+
+
+def flatten(values: dict, prefix: str = "") -> dict[str, Any]:
+  """{"a": {"b": 1}} -> {"a.b": 1}"""
+  flat = {}
+  for key, value in values.items():
+    if isinstance(value, dict):
+      flat.update(flatten(value, f"{prefix}{key}."))
+    else:
+      flat[prefix + key] = value
+  return flat
+
+
+def config_values(config: ConfigDict) -> dict:
+  """The config as plain nested dicts of JSON values."""
+  return json.loads(json.dumps(config.copy_and_resolve_references().to_dict()))
+
+
+class Workdir:
+  """A folder that is, or will be, that of a run. Making one writes nothing."""
+
+  def __init__(self, path: str | os.PathLike, config: ConfigDict):
+    """Args:
+      path: may be missing.
+      config: of the run.
+
+    Raises:
+      UserError: not a folder, in use, or of a run of another config.
+    """
+    self.path = pathlib.Path(path).expanduser().absolute()
+    self._values = config_values(config)
+    if self.path.exists() and not self.path.is_dir():
+      raise UserError(
+        f"got --workdir {path}, which is a file: expected a folder. Set"
+        " another --workdir."
+      )
+    if (self.path / ".lock").exists():
+      with self._locked():
+        pass
+    self._require_same_config()
+
+  @property
+  def checkpoints(self) -> pathlib.Path:
+    return self.path / "checkpoints"
+
+  def _require_same_config(self) -> None:
+    before = self._read("config.json")
+    if before is None:
+      return
+    before, now = flatten(before), flatten(self._values)
+    missing = object()
+    different = [
+      f"{key}={now.get(key, 'missing')} (that run:"
+      f" {before.get(key, 'missing')})"
+      for key in sorted(before.keys() | now.keys())
+      if key not in HARMLESS
+      and before.get(key, missing) != now.get(key, missing)
+    ]
+    if different:
+      raise UserError(
+        f"got --workdir {self.path}, which holds a run of another config:"
+        f" {', '.join(different)}. Set these --config values as in that run to"
+        " continue it, or set another --workdir."
+      )
+
+  def summary(self) -> dict | None:
+    """What `finish` was given, or None if the run is not finished."""
+    return self._read("summary.json")
+
+  def _read(self, name: str) -> dict | None:
+    path = self.path / name
+    try:
+      values = json.loads(path.read_text())
+      if not isinstance(values, dict):
+        raise ValueError("not a JSON object")
+      return values
+    except FileNotFoundError:
+      return None
+    except (ValueError, OSError) as error:
+      raise UserError(
+        f"got an unreadable {path} ({error}): expected what a run wrote there."
+        " Mend or delete it, or set another --workdir."
+      ) from None
+
+  @contextlib.contextmanager
+  def open(self) -> Iterator[None]:
+    """Makes the folder, and keeps other processes of this machine out of it.
+
+    On all processes of a run; only the first one writes.
+
+    Raises:
+      UserError: cannot be made, or in use.
+    """
+    try:
+      self.path.mkdir(parents=True, exist_ok=True)
+      if not os.access(self.path, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+      raise UserError(
+        f"got --workdir {self.path}, which cannot be written to"
+        f" ({error.strerror}). Set another --workdir."
+      ) from None
+    if jax.process_index() != 0:
+      yield
+      return
+    with self._locked():
+      self._require_same_config()
+      write_atomically(self.path / "config.json", _json(self._values))
+      write_atomically(
+        self.path / "environment.json",
+        _json(environment(self._read("environment.json"))),
+      )
+      yield
+
+  def finish(self, summary: dict) -> None:
+    """Marks the run as finished."""
+    if jax.process_index() == 0:
+      write_atomically(self.path / "summary.json", _json(summary))
+
+  @contextlib.contextmanager
+  def _locked(self) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+      try:
+        # The lock goes with the process, however it ends.
+        file = stack.enter_context((self.path / ".lock").open("a"))
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      except BlockingIOError:
+        raise UserError(
+          f"got --workdir {self.path}, in which another process is training"
+          " right now. Wait for it or stop it, or set another --workdir."
+        ) from None
+      except OSError:  # a file system without locks: do without
+        pass
+      yield
+
+
+def environment(before: dict | None = None) -> dict:
+  """What a run depends on besides its config.
+
+  Args:
+    before: of the session before this one; it becomes part of
+      `earlier_sessions`.
+  """
+  earlier = []
+  if before is not None:
+    earlier = [*before.pop("earlier_sessions", []), before]
+  devices = jax.devices()
+  commit = _git("rev-parse", "HEAD")
+  changes = None if commit is None else bool(_git("status", "--porcelain"))
+  return dict(
+    started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    commit=commit,
+    uncommitted_changes=changes,
+    python=platform.python_version(),
+    packages={name: _version(name) for name in PACKAGES},
+    platform=platform.platform(),
+    backend=jax.default_backend(),
+    device_kind=devices[0].device_kind,
+    device_count=len(devices),
+    process_count=jax.process_count(),
+    earlier_sessions=earlier,
+  )
+
+
+def _git(*arguments: str) -> str | None:
+  """Output of git in this checkout; None if this is none."""
+  root = pathlib.Path(__file__).resolve().parents[2]
+  if not (root / ".git").exists():
+    return None
+  try:
+    done = subprocess.run(
+      ["git", *arguments], cwd=root, capture_output=True, text=True,
+      timeout=10, check=True,
+    )  # fmt: skip
+  except (OSError, subprocess.SubprocessError):
+    return None
+  return done.stdout.strip()
+
+
+def _version(package: str) -> str | None:
+  try:
+    return importlib.metadata.version(package)
+  except importlib.metadata.PackageNotFoundError:
+    return None
+
+
+def _json(values: dict) -> str:
+  return json.dumps(values, indent=2) + "\n"
