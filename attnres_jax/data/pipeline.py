@@ -65,17 +65,18 @@ class TrainIterator(grain.DatasetIterator):
     )
     super().__init__()
     self._identity = identity
+    self._refused = None
     # Not a parent in grain's sense: at the end of the program it has to be
     # closed and gone before the modules are, or its destructor complains.
     self._ahead = [iter(ahead)]
     self._finalizer = weakref.finalize(self, _close, self._ahead)
 
   def __next__(self) -> Batch:
-    self._assert_not_closed()
+    self._assert_usable()
     return next(self._ahead[0])
 
   def start_prefetch(self) -> None:
-    self._assert_not_closed()
+    self._assert_usable()
     self._ahead[0].start_prefetch()
 
   def close(self) -> None:
@@ -83,7 +84,7 @@ class TrainIterator(grain.DatasetIterator):
     self._finalizer()
 
   def get_state(self) -> dict[str, Any]:
-    self._assert_not_closed()
+    self._assert_usable()
     return {"position": self._ahead[0].get_state(), "data": self._identity}
 
   def set_state(self, state: dict[str, Any]) -> None:
@@ -102,6 +103,37 @@ class TrainIterator(grain.DatasetIterator):
         )
     self._assert_not_closed()
     self._ahead[0].set_state(state["position"])
+    self._refused = None
+
+  async def load(self, directory):
+    """Orbax's way to `set_state`, from the file that `save` wrote.
+
+    Orbax puts an error of its own in the place of one that is raised here, so
+    a state that is refused raises the UserError when the iterator is used.
+    """
+    loading = await super().load(directory)
+
+    async def load_or_refuse():
+      try:
+        await loading
+      except UserError as error:
+        self._refused = error
+      except ValueError as error:  # grain: no file for this process
+        count = len(list(directory.glob("process_*.json")))
+        if count in (0, self._identity["process_count"]):
+          raise
+        self._refused = UserError(
+          f"cannot resume the data: {error} The checkpoint is of {count}"
+          f" processes, expected {self._identity['process_count']}. Restore"
+          f" {_KNOBS['process_count']}, or start in a new --workdir."
+        )
+
+    return load_or_refuse()
+
+  def _assert_usable(self) -> None:
+    self._assert_not_closed()
+    if self._refused:
+      raise self._refused
 
 
 def _close(ahead: list) -> None:
