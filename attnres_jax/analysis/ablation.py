@@ -7,6 +7,7 @@ whose line is there is not run again, and an unfinished one continues from its
 last checkpoint.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -25,6 +26,7 @@ from attnres_jax.analysis.throughput import throughput_ratio
 from attnres_jax.config import validate
 from attnres_jax.errors import UserError, unknown_name
 from attnres_jax.train import loop
+from attnres_jax.train.program import Program, compile_program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +74,11 @@ def run_config(config: ConfigDict, key: str, seed: int) -> ConfigDict:
   return c
 
 
+def say(text: str) -> None:
+  """Prints at once, also into a pipe or a file."""
+  print(text, flush=True)
+
+
 class Ablation:
   """A table, its runs and its files.
 
@@ -93,7 +100,7 @@ class Ablation:
     keys: Sequence[str] = (),
     runs_dir: str = "runs",
     results_dir: str = "results",
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] = say,
   ):
     for key in keys:
       if key not in config.order:
@@ -111,7 +118,7 @@ class Ablation:
       if seed < config.rows[key].seeds
     ]
     self.runs = [r for r in self.all_runs if not keys or r.key in keys]
-    self._programs: dict[str, loop.Program] = {}
+    self._programs: dict[str, Program] = {}
     self._ratios: dict[str, float | None] = {}
     self._datasets: dict[int, data.Dataset] = {}
 
@@ -248,9 +255,9 @@ class Ablation:
       config=run.config.to_dict(),
     )
 
-  def _program(self, run: Run) -> loop.Program:
+  def _program(self, run: Run) -> Program:
     if run.key not in self._programs:
-      self._programs[run.key] = loop.compile_program(run.config)
+      self._programs[run.key] = compile_program(run.config)
       seconds = self._programs[run.key].compile_s
       self.say(f"  compiled in {seconds:.1f} s")
     return self._programs[run.key]
@@ -266,7 +273,7 @@ class Ablation:
       )
     return self._datasets[run.seed]
 
-  def _ratio(self, run: Run, program: loop.Program) -> float | None:
+  def _ratio(self, run: Run, program: Program) -> float | None:
     """This row's tokens per second over the baseline's; None if it fails."""
     if run.key == self.baseline:
       return 1.0
@@ -279,12 +286,11 @@ class Ablation:
         self.say(f"  no throughput: the baseline fails: {_one_line(error)}")
         self._ratios[run.key] = None
         return None
+      with contextlib.closing(self._dataset(run).train_iterator()) as batches:
+        batch = next(batches)
+      timing = self.config.timing
       self._ratios[run.key] = throughput_ratio(
-        program,
-        baseline,
-        next(self._dataset(run).train_iterator()),
-        self.config.timing.rounds,
-        self.config.timing.max_seconds,
+        program, baseline, batch, timing.rounds, timing.max_seconds
       )
     return self._ratios[run.key]
 

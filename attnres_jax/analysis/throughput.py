@@ -1,4 +1,4 @@
-"""How fast one training step is beside another, on a machine that is not idle."""
+"""How fast one training step is beside another, also on a busy machine."""
 
 import statistics
 import time
@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 import jax
 
-from attnres_jax.train import loop
+from attnres_jax.train.program import Program
 
 
 def throughput_ratio(
-  program: loop.Program,
-  baseline: loop.Program,
+  program: Program,
+  baseline: Program,
   batch: Mapping,
   rounds: int,
   max_seconds: float,

@@ -118,7 +118,7 @@ def test_a_table_is_run_once(make, config, monkeypatch):
   before = table.path.read_bytes()
   with monkeypatch.context() as patch:
     patch.setattr(ablation.loop, "train", None)
-    patch.setattr(ablation.loop, "compile_program", None)
+    patch.setattr(ablation, "compile_program", None)
     assert make(config).run() == ablation.Outcome()
   assert table.path.read_bytes() == before
 
@@ -158,7 +158,7 @@ def fake_training(monkeypatch):
       interrupted=False,
     )  # fmt: skip
 
-  monkeypatch.setattr(ablation.loop, "compile_program", compile_program)
+  monkeypatch.setattr(ablation, "compile_program", compile_program)
   monkeypatch.setattr(ablation.loop, "train", train)
   monkeypatch.setattr(ablation, "throughput_ratio", lambda *_: 0.5)
   return log
@@ -196,14 +196,14 @@ def test_a_failed_row_does_not_stop_the_others(make, config, fake_training):
 
 def test_rows_without_their_baseline_still_run(make, config, monkeypatch,
                                                fake_training):  # fmt: skip
-  compile_program = ablation.loop.compile_program
+  compile_program = ablation.compile_program
 
   def fail_on_residual(c):
     if c.mixer.name == "residual":
       raise RuntimeError("out of memory\nand a long trace")
     return compile_program(c)
 
-  monkeypatch.setattr(ablation.loop, "compile_program", fail_on_residual)
+  monkeypatch.setattr(ablation, "compile_program", fail_on_residual)
   table = make(config)
   outcome = table.run()
   assert outcome.failures == {
