@@ -10,6 +10,7 @@ last checkpoint.
 import contextlib
 import dataclasses
 import datetime
+import importlib.metadata
 import json
 import pathlib
 import sys
@@ -21,12 +22,16 @@ import jax
 from ml_collections import ConfigDict
 
 from attnres_jax import data
-from attnres_jax.analysis import report, results
+from attnres_jax.analysis import provenance, report, results
 from attnres_jax.analysis.throughput import throughput_ratio
 from attnres_jax.config import validate
 from attnres_jax.errors import UserError, unknown_name
 from attnres_jax.train import loop
+from attnres_jax.train.metrics import FILENAME
 from attnres_jax.train.program import Program, compile_program
+from attnres_jax.train.workdir import config_values
+
+VERSIONS = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,13 +123,14 @@ class Ablation:
       if seed < config.rows[key].seeds
     ]
     self.runs = [r for r in self.all_runs if not keys or r.key in keys]
+    self._commit = provenance.commit()  # the code that this process has read
     self._programs: dict[str, Program] = {}
     self._ratios: dict[str, float | None] = {}
     self._datasets: dict[int, data.Dataset] = {}
 
   def _run_of(self, key: str, seed: int, runs_dir: pathlib.Path) -> Run:
     config = run_config(self.config, key, seed)
-    digest = results.config_hash(config.to_dict())
+    digest = results.config_hash(config_values(config))
     # A run of another config keeps its folder; nothing is overwritten.
     folder = runs_dir / self.stem / key / f"seed{seed}-{digest}"
     name = self.config.rows[key].name
@@ -249,17 +255,23 @@ class Ablation:
       compile_s=round(program.compile_s, 2),
       peak_bytes=program.peak_bytes,
       wall_s=round(summary.wall_s, 2),
-      val_curve=val_curve(run.workdir / "metrics.jsonl"),
+      val_curve=val_curve(run.workdir / FILENAME),
+      hardware=provenance.hardware(),
+      commit=self._commit,
+      versions={name: importlib.metadata.version(name) for name in VERSIONS},
       date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
       config_hash=run.config_hash,
-      config=run.config.to_dict(),
+      config=config_values(run.config),
     )
 
   def _program(self, run: Run) -> Program:
     if run.key not in self._programs:
       self._programs[run.key] = compile_program(run.config)
-      seconds = self._programs[run.key].compile_s
-      self.say(f"  compiled in {seconds:.1f} s")
+      program = self._programs[run.key]
+      self.say(
+        f"  {program.num_params:,} parameters, compiled in"
+        f" {program.compile_s:.1f} s; {program.mixer_description}"
+      )
     return self._programs[run.key]
 
   def _dataset(self, run: Run) -> data.Dataset:

@@ -9,8 +9,8 @@ import pathlib
 from collections.abc import Mapping, Sequence
 
 from attnres_jax.analysis.figures import plot_curves, plot_diffs
-from attnres_jax.analysis.results import write_atomically
 from attnres_jax.analysis.summary import Row, summarize
+from attnres_jax.train.files import write_atomically
 
 NOT_RUN = "-"
 

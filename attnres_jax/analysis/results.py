@@ -11,9 +11,10 @@ import hashlib
 import json
 import os
 import pathlib
-import tempfile
 
 from attnres_jax.errors import UserError
+from attnres_jax.train.files import write_atomically
+from attnres_jax.train.workdir import flatten
 
 # What a reader may rely on; lines hold more.
 REQUIRED_KEYS = (
@@ -39,10 +40,14 @@ REQUIRED_KEYS = (
 )
 
 # Config values that change what is shown or kept, not what is computed.
-_NOT_HASHED = {
-  "run": ("progress", "tensorboard", "keep_checkpoints", "log_every"),
-  "data": ("prefetch",),
-}
+_NOT_HASHED = (
+  "run.progress",
+  "run.tensorboard",
+  "run.log_every",
+  "run.checkpoint_every",
+  "run.keep_checkpoints",
+  "data.prefetch",
+)
 
 
 def config_hash(config: dict) -> str:
@@ -51,14 +56,7 @@ def config_hash(config: dict) -> str:
   Args:
     config: groups of configs/train.py, as nested dicts of plain values.
   """
-  kept = {
-    group: {
-      key: value
-      for key, value in values.items()
-      if key not in _NOT_HASHED.get(group, ())
-    }
-    for group, values in config.items()
-  }
+  kept = {k: v for k, v in flatten(config).items() if k not in _NOT_HASHED}
   text = json.dumps(kept, sort_keys=True)
   return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -107,20 +105,3 @@ def append(path: str | os.PathLike, line: dict) -> None:
     write_atomically(path, old + json.dumps(line) + "\n")
   finally:
     os.close(folder)
-
-
-def write_atomically(path: str | os.PathLike, text: str) -> None:
-  """Writes a text file that is never seen half written."""
-  path = pathlib.Path(path)
-  with tempfile.NamedTemporaryFile(
-    "w", dir=path.parent, prefix=f".{path.name}.", delete=False
-  ) as file:
-    try:
-      file.write(text)
-      file.flush()
-      os.fsync(file.fileno())
-      os.chmod(file.name, 0o644)
-      os.replace(file.name, path)
-    except BaseException:
-      os.unlink(file.name)
-      raise

@@ -75,6 +75,7 @@ def test_rows_start_from_the_same_sublayer_weights(make, config):
       for path, leaf in nnx.to_flat_state(rest)
     }
 
+  config.base.model.layers = 1
   first, *others = [weights(run) for run in make(config, ()).runs]
   assert first
   for other in others:
@@ -137,6 +138,7 @@ class FakeProgram:
   num_params: int = 100
   compile_s: float = 1.0
   peak_bytes: int = 2**20
+  mixer_description: str = "a fake"
 
 
 @pytest.fixture
