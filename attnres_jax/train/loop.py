@@ -61,6 +61,19 @@ class Summary:
   interrupted: bool
   signal: int = 0
 
+  def text(self) -> str:
+    """One line for people."""
+    val = "not evaluated yet"
+    if self.val_loss is not None:
+      val = (
+        f"validation loss {self.val_loss:.4f} nats per token,"
+        f" {self.val_bpb:.4f} bits per byte"
+      )
+    return (
+      f"step {self.steps:,}: {val}; {self.tokens:,} tokens in"
+      f" {self.wall_s:.0f} s"
+    )
+
 
 def train(
   config: ConfigDict,

@@ -145,6 +145,27 @@ def make_mesh(config: ConfigDict) -> Mesh:
   )  # fmt: skip
 
 
+def parameter_table(config: ConfigDict) -> str:
+  """What the optimizer does with each parameter, and the depth mixer's line.
+
+  Raises:
+    UserError: something in the config is wrong.
+  """
+  validate(config)
+  model = nnx.eval_shape(lambda: build_model(config, 0))
+  params = nnx.state(model, nnx.Param)
+  lines = [f"{'parameter':40} {'shape':18} {'role':10}  decayed  learning rate"]
+  for row in optimizer.describe(params, config.opt):
+    shape = " x ".join(map(str, row.shape))
+    decayed = "yes" if row.decayed else "no"
+    lines.append(
+      f"{row.path:40} {shape:18} {row.role:10}  {decayed:7}"
+      f"  x {row.lr_multiplier:g}"
+    )
+  total = sum(x.size for x in jax.tree.leaves(params))
+  return "\n".join([*lines, f"{total:,} in all", model.mixer.describe()])
+
+
 def compile_program(config: ConfigDict) -> Program:
   """Compiles a config ahead of time, for the devices that are there.
 
