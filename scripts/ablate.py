@@ -4,22 +4,21 @@
 
 Finished runs are skipped, unfinished ones continue, so the same command can be
 given again at any time. Ctrl-C saves the current run and prints the table so
-far. Exit code: 0; 1 if a row failed; 2 for a bad flag or config; 130 after
-Ctrl-C.
+far. Exit code: 0 done; 1 a row failed; 2 a flag, config or the data is wrong;
+130 and 143 after Ctrl-C and SIGTERM.
 """
 
+import jax
 from absl import flags
-from ml_collections import config_flags
 
 from attnres_jax import cli
 from attnres_jax.analysis.ablation import Ablation
 
-_CONFIG = config_flags.DEFINE_config_file(
-  "config",
+_CONFIG = cli.define_config(
   "configs/ablation.py:table4,size=tiny",
-  "FILE:TABLE,size=SIZE,data=NAME,seeds=N. Tables: table4, figure6. Sizes:"
-  " tiny (minutes), small (hours), 436m (the paper's; a pod). seeds=N runs"
-  " seeds 0..N-1 of every row; --config.base.GROUP.KEY=VALUE changes all rows.",
+  "FILE:TABLE,size=SIZE,data=NAME,seeds=N. Tables: table4, figure6. Sizes: tiny"
+  " (minutes), small (hours), 436m (the paper's; a pod). seeds=N runs seeds"
+  " 0..N-1 of every row; --config.base.GROUP.KEY=VALUE changes all rows.",
 )
 _ROWS = flags.DEFINE_list(
   "rows", [], "Run only these rows, by key; --list shows the keys."
@@ -42,6 +41,8 @@ _RESULTS_DIR = flags.DEFINE_string(
 
 def main(argv) -> int:
   del argv
+  # Compile seconds are a column of the table: no program from an earlier day.
+  jax.config.update("jax_enable_compilation_cache", False)
   ablation = Ablation(
     _CONFIG.value, _ROWS.value, _RUNS_DIR.value, _RESULTS_DIR.value
   )
@@ -56,9 +57,9 @@ def main(argv) -> int:
     return 0
   for label, reason in outcome.failures.items():
     print(f"FAILED: {label}: {reason}")
-  if outcome.interrupted:
-    print("Interrupted: the same command continues.")
-    return 130
+  if outcome.signal:
+    print("Stopped before the end, saved: the same command continues.")
+    return 128 + outcome.signal
   return 1 if outcome.failures else 0
 
 

@@ -45,7 +45,12 @@ def run_python():
       f"jax.config.update('jax_num_cpu_devices', {devices})\n"
     )
     done = subprocess.run(
-      [sys.executable, "-W", "error", "-c", prelude + code],
+      [
+        *(sys.executable, "-W", "error"),
+        # ml_collections 1.1 loads config files this way.
+        *("-W", "ignore:the load_module() method is deprecated"),
+        *("-c", prelude + code),
+      ],
       cwd=REPO,
       capture_output=True,
       text=True,

@@ -29,7 +29,7 @@ MAY_IMPORT = {
   "data": BASIC,
   "config": BASIC | {"depth_mixing"},
   "train": BASIC | {"depth_mixing", "model", "data", "config"},
-  "cli": BASIC,
+  "cli": BASIC | {"data", "train"},
   "analysis": BASIC | {"depth_mixing", "model", "data", "config", "train"},
 }
 

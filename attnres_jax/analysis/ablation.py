@@ -13,6 +13,7 @@ import datetime
 import importlib.metadata
 import json
 import pathlib
+import signal
 import sys
 import time
 import traceback
@@ -62,12 +63,12 @@ class Outcome:
   Attributes:
     finished: number of runs that finished in this call.
     failures: one line per run that failed, by "row, seed N".
-    interrupted: stopped by Ctrl-C or SIGTERM.
+    signal: number of the signal that stopped it (Ctrl-C: 2), else 0.
   """
 
   finished: int = 0
   failures: dict[str, str] = dataclasses.field(default_factory=dict)
-  interrupted: bool = False
+  signal: int = 0
 
 
 def run_config(config: ConfigDict, key: str, seed: int) -> ConfigDict:
@@ -158,10 +159,11 @@ class Ablation:
       row = self.config.rows[key]
       runs = [run for run in self.runs if run.key == key]
       finished = sum(run.config_hash in done for run in runs)
-      options = ", ".join(f"{k}={v}" for k, v in row.mixer.to_dict().items())
+      options = row.mixer.to_dict()
+      mixer = [options.pop("name"), *(f"{k}={v}" for k, v in options.items())]
       text.append(
         f"{key}: {row.name}, paper {row.paper_loss:.3f}, {finished} of"
-        f" {len(runs)} seeds finished\n    {options}"
+        f" {len(runs)} seeds finished\n    {', '.join(mixer)}"
       )
     return "\n".join(text)
 
@@ -196,8 +198,8 @@ class Ablation:
     try:
       for i, run in enumerate(pending):
         self.say(f"[{i + 1}/{len(pending)}] {run.name}, seed {run.seed}")
-        if not self._attempt(run, outcome):
-          outcome.interrupted = True
+        self._attempt(run, outcome)
+        if outcome.signal:
           break
         self._release(pending[i + 1 :])
         spent = time.perf_counter() - start
@@ -205,30 +207,33 @@ class Ablation:
         if left:
           self.say(f"  {_minutes(spent)} spent, about {_minutes(left)} left")
     except KeyboardInterrupt:  # outside of training: nothing to save
-      outcome.interrupted = True
+      outcome.signal = signal.SIGINT
     return outcome
 
-  def _attempt(self, run: Run, outcome: Outcome) -> bool:
-    """Executes a run and records what came of it; False if interrupted."""
+  def _attempt(self, run: Run, outcome: Outcome) -> None:
+    """Executes a run and records what came of it."""
     self._dataset(run)  # a fault of the data is every run's: let it stop all
     try:
-      line = self._execute(run)
+      line, outcome.signal = self._execute(run)
     except Exception as error:  # any fault of one row must not stop the others
       outcome.failures[f"{run.name}, seed {run.seed}"] = _one_line(error)
       self.say(f"  FAILED: {_one_line(error)}")
       if not isinstance(error, UserError):
         traceback.print_exc(file=sys.stderr)
-      return True
+      return
     if line is None:
-      return False
+      return
     if jax.process_index() == 0:
       results.append(self.path, line)
     outcome.finished += 1
     self._say_result(line)
-    return True
 
-  def _execute(self, run: Run) -> dict | None:
-    """Trains one run; its result line, or None if it was interrupted."""
+  def _execute(self, run: Run) -> tuple[dict | None, int]:
+    """Trains one run.
+
+    Returns:
+      Its result line and 0; or None and the signal that interrupted it.
+    """
     validate(run.config)
     program = self._program(run)
     ratio = self._ratio(run, program)
@@ -236,9 +241,8 @@ class Ablation:
       run.config, run.workdir, program=program, dataset=self._dataset(run)
     )
     if summary.interrupted:
-      return None
-    row = self.config.rows[run.key]
-    return dict(
+      return None, summary.signal
+    line = dict(
       table=self.config.table,
       row=run.name,
       key=run.key,
@@ -249,7 +253,7 @@ class Ablation:
       tokens=summary.tokens,
       val_loss=summary.val_loss,
       val_bpb=summary.val_bpb,
-      paper_loss=row.paper_loss,
+      paper_loss=self.config.rows[run.key].paper_loss,
       params=program.num_params,
       throughput_ratio=ratio,
       compile_s=round(program.compile_s, 2),
@@ -263,6 +267,7 @@ class Ablation:
       config_hash=run.config_hash,
       config=config_values(run.config),
     )
+    return line, 0
 
   def _program(self, run: Run) -> Program:
     if run.key not in self._programs:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import signal
 
 import jax
 import numpy as np
@@ -185,7 +186,7 @@ def test_a_failed_row_does_not_stop_the_others(make, config, fake_training):
   table = make(config, ("baseline", "denseformer", "block"))
   outcome = table.run()
   assert outcome.finished == 2
-  assert not outcome.interrupted
+  assert outcome.signal == 0
   (failure,) = outcome.failures.items()
   assert failure[0] == "DenseFormer, seed 0"
   assert "period" in failure[1] and "\n" not in failure[1]
@@ -227,14 +228,14 @@ def test_interruption_stops_and_continues(make, config, monkeypatch, how,
       raise KeyboardInterrupt
     return ablation.loop.Summary(
       val_loss=None, val_bpb=None, steps=3, tokens=1, wall_s=1.0,
-      interrupted=True,
+      interrupted=True, signal=signal.SIGINT,
     )  # fmt: skip
 
   keys = ("baseline", "block", "block_heads")
   with monkeypatch.context() as patch:
     patch.setattr(ablation.loop, "train", interrupt)
     outcome = make(config, keys).run()
-  assert outcome == ablation.Outcome(finished=1, interrupted=True)
+  assert outcome == ablation.Outcome(finished=1, signal=signal.SIGINT)
   assert make(config, keys).run() == ablation.Outcome(finished=2)
 
 
