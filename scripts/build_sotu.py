@@ -30,17 +30,19 @@ def pack(documents: list[Document]) -> bytes:
   return lzma.compress("".join(rows).encode(), preset=9 | lzma.PRESET_EXTREME)
 
 
+def build_tokenizer(documents: list[Document]) -> tokenizer.Tokenizer:
+  """Trained without the documents that are held out."""
+  texts = dataset.train_texts(documents, dataset.SHIPPED_VAL_PERCENT, "sotu", 0)
+  return tokenizer.train(texts, dataset.SHIPPED_VOCAB)
+
+
 def main(argv):
   if len(argv) != 2:
     raise app.UsageError("expected one argument, the unpacked npm package")
   documents = read_package(pathlib.Path(argv[1]))
   packed = pack(documents)
   corpora.SOTU.write_bytes(packed)
-  trained = tokenizer.train(
-    dataset.train_texts(documents, dataset.SHIPPED_VAL_PERCENT, "sotu", 0),
-    dataset.SHIPPED_VOCAB,
-  )
-  trained.save(dataset.SHIPPED_TOKENIZER)
+  build_tokenizer(documents).save(dataset.SHIPPED_TOKENIZER)
   print(f"{len(documents)} documents, {len(packed)} bytes")
   print(f"SOTU_SHA256 = {hashlib.sha256(packed).hexdigest()!r}")
 

@@ -48,7 +48,7 @@ class Dataset:
 
   def train_iterator(self) -> pipeline.TrainIterator:
     """A new iterator from the beginning; `close` it after use."""
-    return pipeline.TrainIterator(
+    return pipeline.prefetched(
       self._train(), self._prefetch, dict(self._identity)
     )
 

@@ -1,6 +1,5 @@
 """Grain pipelines: shard, batch, prefetch, and a position that can be saved."""
 
-import sys
 import weakref
 from typing import Any
 
@@ -34,12 +33,30 @@ def random_access(
     batch_size: B, of all processes together.
   """
   # No random-access dataset of grain is endless, but this one lasts.
-  indices = grain.MapDataset.range(sys.maxsize)
+  indices = grain.MapDataset.range(1 << 48)
   mine = indices[process_index::process_count]
   batches = mine.map(windows.__getitem__).batch(batch_size // process_count)
   # Prefetching is done by `TrainIterator`, with a thread that can be joined.
   options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
   return batches.to_iter_dataset(options)
+
+
+def prefetched(
+  batches: grain.IterDataset, prefetch: int, identity: dict[str, Any]
+) -> "TrainIterator":
+  """Starts an iterator at the beginning.
+
+  Args:
+    batches: what to iterate over; its state must be JSON.
+    prefetch: batches prepared ahead, 0: none and no thread.
+    identity: what `batches` was made from; a state of another one is refused.
+  """
+  # A thread, not a process: grain's worker processes need parsed absl flags,
+  # which a notebook has not, and reading mapped tokens is cheap.
+  ahead = grain.experimental.ThreadPrefetchIterDataset(
+    batches, prefetch_buffer_size=prefetch
+  )
+  return TrainIterator(iter(ahead), identity)
 
 
 class TrainIterator(grain.DatasetIterator):
@@ -50,25 +67,19 @@ class TrainIterator(grain.DatasetIterator):
   as a checkpointable. `close` ends the thread; so does garbage collection.
   """
 
-  def __init__(
-    self, batches: grain.IterDataset, prefetch: int, identity: dict[str, Any]
-  ):
-    """Args:
-    batches: what to iterate over; its state must be JSON.
-    prefetch: batches prepared ahead, 0: none and no thread.
-    identity: what `batches` was made from, keys of `_KNOBS`.
+  def __init__(self, batches: grain.DatasetIterator, identity: dict[str, Any]):
+    """Use `prefetched`.
+
+    Args:
+      batches: taken over.
+      identity: what the batches were made from, keys of `_KNOBS`.
     """
-    # A thread, not a process: grain's worker processes need parsed absl flags,
-    # which a notebook has not, and reading mapped tokens is cheap.
-    ahead = grain.experimental.ThreadPrefetchIterDataset(
-      batches, prefetch_buffer_size=prefetch
-    )
     super().__init__()
     self._identity = identity
     self._refused = None
     # Not a parent in grain's sense: at the end of the program it has to be
     # closed and gone before the modules are, or its destructor complains.
-    self._ahead = [iter(ahead)]
+    self._ahead = [batches]
     self._finalizer = weakref.finalize(self, _close, self._ahead)
 
   def __next__(self) -> Batch:

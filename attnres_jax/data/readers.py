@@ -133,7 +133,7 @@ def _cut(text: str) -> Iterator[str]:
   for part in parts:
     piece.append(part)
     length += len(part) + len(joint)
-    if length >= PIECE_CHARACTERS:
+    if length >= PIECE_CHARACTERS + len(joint):
       yield joint.join(piece)
       piece, length = [], 0
   if piece:

@@ -126,10 +126,10 @@ class DocumentStream:
       process_index: this host reads its own part of the dataset.
       process_count: hosts.
     """
-    from datasets.distributed import split_dataset_by_node
-
     rows = self._open()
     if process_count > 1:
+      from datasets.distributed import split_dataset_by_node
+
       rows = split_dataset_by_node(rows, process_index, process_count)
     if state is not None:
       rows.load_state_dict(state)
