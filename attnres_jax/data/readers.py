@@ -4,6 +4,7 @@ import glob
 import gzip
 import json
 import lzma
+import os
 import pathlib
 import re
 from collections.abc import Iterator
@@ -56,6 +57,10 @@ def expand(path: str) -> list[pathlib.Path]:
   for file in found:
     if not _suffix(file):
       raise UserError(f"data.path: cannot read {str(file)!r}: {expected}")
+    if not os.access(file, os.R_OK):
+      raise UserError(
+        f"data.path: no permission to read {str(file)!r}. Set it with {_KNOB}."
+      )
     if not file.stat().st_size:
       raise UserError(
         f"data.path: {str(file)!r} is empty: expected text in it. Set it"

@@ -104,7 +104,7 @@ def write_folder(folder: pathlib.Path, write) -> None:
         raise
   except OSError as error:
     raise UserError(
-      f"cannot write the data cache {str(folder.parent)!r} ({error.strerror})."
+      f"cannot write the data cache {str(folder.parent)!r} ({error})."
       " Set another folder with the environment variable ATTNRES_CACHE."
     ) from None
   finally:

@@ -10,7 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from attnres_jax.data import corpora, dataset
 from attnres_jax.data import tokenizer as tokenizer_lib
-from attnres_jax.data.documents import Document
+from attnres_jax.data.documents import Document, is_held_out
 from attnres_jax.errors import UserError
 from scripts import build_sotu
 
@@ -56,8 +56,8 @@ def test_shipped_one_can_be_built_again(shipped):
   assert len(docs) == 233
   built = build_sotu.build_tokenizer(docs)
   assert built.sha256 == shipped.sha256
-  with_all = tokenizer_lib.train((d.text for d in docs), 2048)
-  assert with_all.sha256 != shipped.sha256
+  texts = set(dataset.train_texts(docs, 5, "sotu", 0))
+  assert texts == {d.text for d in docs if not is_held_out(d.id, 5)}
 
 
 def test_packing_is_reproducible(tmp_path):
@@ -98,6 +98,18 @@ def test_shipped_tokenizer_is_not_used_where_it_has_seen_too_much(
   shipped = tokenizer_lib.load(str(dataset.SHIPPED_TOKENIZER))
   assert load("sotu", val_percent=5).tokenizer.sha256 == shipped.sha256
   assert load("sotu", val_percent=10).tokenizer.sha256 != shipped.sha256
+
+
+@pytest.mark.fast
+def test_large_corpora_are_sampled(monkeypatch, texts):
+  monkeypatch.setattr(dataset, "TOKENIZER_BYTES", 5000)
+  docs = [Document(str(i), f"{i} {text}") for i, text in enumerate(texts * 50)]
+  size = sum(len(d.text) for d in docs)
+  picked = list(dataset.train_texts(docs, 20, "c", size))
+  assert 3000 < sum(map(len, picked)) <= 5000
+  numbers = [int(text.split()[0]) for text in picked]
+  assert max(numbers) > 1500  # from all over, not only the beginning
+  assert not [n for n in numbers if is_held_out(str(n), 20)]
 
 
 def test_own_tokenizer(load, jsonl, texts, tmp_path):
