@@ -27,19 +27,24 @@ def validate(config) -> None:
       if config[group][key] < 1:
         raise _bad(f"{group}.{key}", config[group][key], "an integer >= 1")
   model, data, opt = config.model, config.data, config.opt
-  if model.width % model.heads:
-    raise _bad(
-      "model.heads", model.heads, f"a divisor of model.width {model.width}"
-    )
-  if model.heads % model.kv_heads:
-    raise _bad(
-      "model.kv_heads", model.kv_heads, f"a divisor of model.heads {model.heads}"
-    )
-  if model.rope_theta and (model.width // model.heads) % 2:
+  if model.head_dim < 0:
+    raise _bad("model.head_dim", model.head_dim, "an integer >= 0")
+  if not model.head_dim and model.width % model.heads:
     raise _bad(
       "model.heads", model.heads,
-      f"an even head dim for RoPE, got {model.width // model.heads}; or"
-      " --config.model.rope_theta=0.0",
+      f"a divisor of model.width {model.width} (or set model.head_dim)",
+    )  # fmt: skip
+  if model.heads % model.kv_heads:
+    raise _bad(
+      "model.kv_heads",
+      model.kv_heads,
+      f"a divisor of model.heads {model.heads}",
+    )
+  head_dim = model.head_dim or model.width // model.heads
+  if model.rope_theta and head_dim % 2:
+    raise _bad(
+      "model.head_dim", head_dim,
+      "an even number for RoPE (or --config.model.rope_theta=0.0)",
     )  # fmt: skip
   for key in ("rope_theta", "init_std"):
     if model[key] < 0:
@@ -51,7 +56,9 @@ def validate(config) -> None:
   if model.remat not in REMAT:
     raise unknown_name("remat", model.remat, REMAT, "--config.model.remat")
   if data.source not in SOURCES:
-    raise unknown_name("data source", data.source, SOURCES, "--config.data.source")
+    raise unknown_name(
+      "data source", data.source, SOURCES, "--config.data.source"
+    )
   if not 0 < data.val_percent < 100:
     raise _bad("data.val_percent", data.val_percent, "1 to 99 (per cent)")
   if model.vocab_size < data.vocab_size:

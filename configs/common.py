@@ -46,7 +46,9 @@ def parse_arg(arg: str | None, **defaults):
 def _parse(key: str, text: str, kind: type):
   if kind is bool:
     if text.lower() not in ("true", "false"):
-      raise ValueError(f"config argument {key}={text!r}: expected true or false.")
+      raise ValueError(
+        f"config argument {key}={text!r}: expected true or false."
+      )
     return text.lower() == "true"
   try:
     return kind(text)

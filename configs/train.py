@@ -16,7 +16,8 @@ from configs.common import parse_arg
 # Widths and depths; `layers` counts Transformer blocks, so a model has
 # 2 * layers sublayers. `436m` is the row of the paper's Table 2 that its
 # ablations use (16 blocks, 16 heads, d 1168, lr 2.2e-3, 384 sequences of 8192
-# tokens, 27.9k steps); its experts become one dense MLP here.
+# tokens, 27.9k steps). The paper gives no head dim (128 is Kimi Linear's), and
+# about 9 experts of 528 channels are active per token: one dense MLP here.
 SIZES = {
   "micro": dict(
     layers=3, width=32, heads=4, kv_heads=2, mlp_hidden=64,
@@ -29,12 +30,13 @@ SIZES = {
     eval_sequences=64, eval_every=50, checkpoint_every=50,
   ),
   "small": dict(
-    layers=16, width=128, heads=4, kv_heads=2, mlp_hidden=256,
-    seq_len=256, batch_size=8, steps=300, lr=4e-3, warmup_steps=40,
-    eval_sequences=128, eval_every=50, checkpoint_every=100,
+    layers=16, width=96, heads=4, kv_heads=2, mlp_hidden=256,
+    seq_len=256, batch_size=4, steps=600, lr=6e-3, warmup_steps=60,
+    eval_sequences=128, eval_every=100, checkpoint_every=300,
   ),
   "436m": dict(
-    layers=16, width=1168, heads=16, kv_heads=16, mlp_hidden=5280,
+    layers=16, width=1168, heads=16, kv_heads=16, head_dim=128,
+    mlp_hidden=4752,
     seq_len=8192, batch_size=384, steps=27_900, lr=2.2e-3, warmup_steps=1000,
     eval_sequences=1024, eval_every=500, checkpoint_every=500,
   ),
@@ -64,7 +66,9 @@ def get_config(arg: str | None = None) -> ConfigDict:
   c.data = d = ConfigDict()
   # Corpus: sotu (shipped) | pycode (scripts/fetch_pycode.py) | files | hf.
   d.source = parsed["data"]
-  d.path = ""  # files: a file, folder or glob; pycode: folder; hf: name or folder
+  d.path = (
+    ""  # files: a file, folder or glob; pycode: folder; hf: name or folder
+  )
   d.hf_config = ""  # hf: the dataset's configuration, e.g. sample-10BT
   d.hf_split = "train"  # hf: the split that training streams from
   d.text_key = "text"  # JSONL, Parquet, hf: the field that holds the text
@@ -80,6 +84,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
   m.layers = size["layers"]  # Transformer blocks; sublayers = 2 * layers
   m.width = size["width"]  # D, channels
   m.heads = size["heads"]  # N, query heads; must divide width
+  m.head_dim = size.get("head_dim", 0)  # H, channels per head; 0: width / heads
   m.kv_heads = size["kv_heads"]  # K, key/value heads; must divide heads
   m.mlp_hidden = size["mlp_hidden"]  # F, channels inside SwiGLU
   m.vocab_size = d.get_ref("vocab_size")  # V, rows of the embedding

@@ -64,9 +64,7 @@ ACTIVATIONS = {
 }
 
 
-def inverse_rms(
-  v: Float[Array, "B T D"], eps: float
-) -> Float[Array, "B T 1"]:
+def inverse_rms(v: Float[Array, "B T D"], eps: float) -> Float[Array, "B T 1"]:
   """1 / RMS over the width, float32: RMSNorm(v) = v * inverse_rms(v)."""
   v = v.astype(jnp.float32)
   return jax.lax.rsqrt(jnp.mean(v * v, axis=-1, keepdims=True) + eps)
@@ -152,8 +150,7 @@ def attend(
   weights, shifts = activation.weigh(logits)
   outs = mix(weights, sources)
   return [
-    Partial(*parts)
-    for parts in zip(outs, shifts, weights.sum(1), strict=True)
+    Partial(*parts) for parts in zip(outs, shifts, weights.sum(1), strict=True)
   ]
 
 

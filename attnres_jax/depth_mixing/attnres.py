@@ -215,10 +215,10 @@ class BlockAttnRes(AttnRes):
     **options,
   ):
     """Args:
-      block_size: S >= 1, sublayers per block; need not divide L, may exceed it.
-      num_blocks: instead of block_size: 1 <= N <= L; then S = ceil(L / N), so
-        that N that does not divide L may give fewer blocks (describe() says).
-        With neither, N = min(8, L), the paper's choice.
+    block_size: S >= 1, sublayers per block; need not divide L, may exceed it.
+    num_blocks: instead of block_size: 1 <= N <= L; then S = ceil(L / N), so
+      that N that does not divide L may give fewer blocks (describe() says).
+      With neither, N = min(8, L), the paper's choice.
     """
     if block_size is not None and num_blocks is not None:
       raise UserError(
@@ -283,9 +283,7 @@ class SlidingWindowAttnRes(AttnRes):
 
 
 def _cut(length: int, size: int) -> tuple[range, ...]:
-  return tuple(
-    range(i, min(i + size, length)) for i in range(0, length, size)
-  )
+  return tuple(range(i, min(i + size, length)) for i in range(0, length, size))
 
 
 def _check_positive(option: str, value: int) -> None:

@@ -88,9 +88,7 @@ class DepthMixer(nnx.Module):
     """What the final norm and the head see."""
     raise NotImplementedError
 
-  def weights(
-    self, state: State, x: Slice | None
-  ) -> Float[Array, "R B T H"]:
+  def weights(self, state: State, x: Slice | None) -> Float[Array, "R B T H"]:
     """The weight of every source of `sources`, float32, H: depth heads (1).
 
     Args:

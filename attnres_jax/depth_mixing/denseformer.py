@@ -1,4 +1,4 @@
-"""DenseFormer (arXiv:2402.02622): a learned static mix of all earlier states."""
+"""DenseFormer (arXiv:2402.02622): a static mix of all earlier states."""
 
 from typing import NamedTuple
 

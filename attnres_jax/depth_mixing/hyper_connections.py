@@ -1,4 +1,4 @@
-"""mHC (arXiv:2512.24880) and mHC-lite (arXiv:2601.05732): M parallel streams."""
+"""mHC (arXiv:2512.24880), mHC-lite (arXiv:2601.05732): M parallel streams."""
 
 import itertools
 import math
@@ -68,7 +68,9 @@ class MHC(DepthMixer):
     m, n = streams, num_sublayers
     identity = self._residual_bias()
     outputs = 2 * m + identity.size
-    self.projection = DepthParam(jnp.zeros((n, m * width, outputs), jnp.float32))
+    self.projection = DepthParam(
+      jnp.zeros((n, m * width, outputs), jnp.float32)
+    )
     self.gates = DepthParam(jnp.full((n, 3), GATE_INIT, jnp.float32))
     chosen = 2.0 * np.eye(m)[np.arange(n) % m] - 1.0  # [L, M]
     bias = np.concatenate(

@@ -7,7 +7,7 @@ one query's parameters; `logits` never sees an index.
 
 from collections.abc import Sequence
 
-import jax
+
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -43,7 +43,7 @@ class RawKeys(nnx.Module):
 
 
 class StaticQuery(nnx.Module):
-  """The paper's pseudo-query: logit = w_l . (RMSNorm(v) * g_l), w_l = 0 at init.
+  """The paper's pseudo-query: logit = w_l . (RMSNorm(v) * g_l), w_l from zero.
 
   w_l and g_l only ever meet as their product, which is formed once per query
   and not per token. With H heads, head h compares its own D / H channels; the

@@ -30,6 +30,7 @@ class Attention(nnx.Module):
     width: int,
     heads: int,
     kv_heads: int,
+    head_dim: int,
     *,
     rope_theta: float,
     qk_norm: bool,
@@ -38,20 +39,20 @@ class Attention(nnx.Module):
     rngs: nnx.Rngs,
   ):
     """Args:
-    width: D; the head dim is D / heads.
+    width: D.
     heads: N.
     kv_heads: K, divides N.
+    head_dim: H.
     rope_theta: base of the rotary embedding; 0: no positional encoding.
     qk_norm: RMSNorm over the head dim of queries and keys.
     norm_eps: of the RMSNorm.
     dtype: of the computation.
     rngs: initialises the kernels.
     """
-    head_dim = width // heads
     self.q = kernel(rngs, (width, heads, head_dim), width)
     self.k = kernel(rngs, (width, kv_heads, head_dim), width)
     self.v = kernel(rngs, (width, kv_heads, head_dim), width)
-    self.out = kernel(rngs, (heads, head_dim, width), width)
+    self.out = kernel(rngs, (heads, head_dim, width), heads * head_dim)
     self.q_norm = RMSNorm(head_dim, norm_eps) if qk_norm else None
     self.k_norm = RMSNorm(head_dim, norm_eps) if qk_norm else None
     self.rope_theta = rope_theta

@@ -18,12 +18,12 @@ class TransformerBlock(nnx.Module):
   """Two sublayers, each behind its PreNorm. No residual connection: the mixer
   is the residual connection."""
 
-  def __init__(self, *, width, heads, kv_heads, mlp_hidden, rope_theta, qk_norm,
-               norm_eps, dtype, rngs):  # fmt: skip
+  def __init__(self, *, width, heads, kv_heads, head_dim, mlp_hidden, rope_theta,
+               qk_norm, norm_eps, dtype, rngs):  # fmt: skip
     self.attention_norm = RMSNorm(width, norm_eps)
     self.attention = Attention(
-      width, heads, kv_heads, rope_theta=rope_theta, qk_norm=qk_norm,
-      norm_eps=norm_eps, dtype=dtype, rngs=rngs,
+      width, heads, kv_heads, head_dim, rope_theta=rope_theta,
+      qk_norm=qk_norm, norm_eps=norm_eps, dtype=dtype, rngs=rngs,
     )  # fmt: skip
     self.mlp_norm = RMSNorm(width, norm_eps)
     self.mlp = SwiGLU(width, mlp_hidden, dtype=dtype, rngs=rngs)
@@ -41,6 +41,7 @@ class Decoder(nnx.Module):
     width: int,
     heads: int,
     kv_heads: int,
+    head_dim: int,
     mlp_hidden: int,
     rope_theta: float,
     qk_norm: bool,
@@ -62,7 +63,8 @@ class Decoder(nnx.Module):
     self.blocks = nnx.List(
       [
         TransformerBlock(
-          width=width, heads=heads, kv_heads=kv_heads, mlp_hidden=mlp_hidden,
+          width=width, heads=heads, kv_heads=kv_heads,
+          head_dim=head_dim or width // heads, mlp_hidden=mlp_hidden,
           rope_theta=rope_theta, qk_norm=qk_norm, norm_eps=norm_eps,
           dtype=self.dtype, rngs=rngs,
         )
