@@ -44,7 +44,11 @@ def define_config(default: str, help_string: str) -> flags.FlagHolder:
   """
   _defaults["config"] = default
   return config_flags.DEFINE_config_file(
-    "config", None, f"{help_string} Default: {default}", lock_config=True
+    "config",
+    None,
+    f"{help_string} Default: {default}",
+    flag_values=flags.FLAGS,
+    lock_config=True,
   )
 
 

@@ -118,8 +118,10 @@ class Checkpoints:
     """
     where = self.folder / str(step)
     try:
-      metadata = self._checkpointer.checkpointables_metadata(step)
-      stored = _shapes(metadata.metadata["state"])
+      metadata = self._checkpointer.metadata(step)
+      if metadata.metadata is None:  # said in the log, not by an exception
+        raise FileNotFoundError("files are missing")
+      stored = _shapes(metadata.metadata)
     except Exception as error:
       raise _damaged(where, error) from error
     _require_equal(stored, _shapes(vars(abstract_state)), where)

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -20,7 +20,7 @@ from attnres_jax.config import validate
 from attnres_jax.errors import UserError
 from attnres_jax.train.checkpoint import Checkpoints
 from attnres_jax.train.errors import NonFiniteLossError
-from attnres_jax.train.loss import LossSums, bits_per_byte
+from attnres_jax.train.evaluation import evaluate
 from attnres_jax.train.metrics import MetricsLog, Progress, Stopwatch
 from attnres_jax.train.program import (
   Program,
@@ -30,8 +30,13 @@ from attnres_jax.train.program import (
 from attnres_jax.train.signals import StopRequest
 from attnres_jax.train.workdir import Workdir
 
-__all__ = ["NonFiniteLossError", "Program", "Summary", "compile_program",
-           "train"]  # fmt: skip
+__all__ = [
+  "NonFiniteLossError",
+  "Program",
+  "Summary",
+  "compile_program",
+  "train",
+]
 
 # Steps between two times that several processes ask each other whether to
 # stop; it makes them wait for one another.
@@ -120,8 +125,8 @@ def train(
       f" tokenizer's {dataset.tokenizer.vocab_size}. Set"
       " --config.data.vocab_size."
     )
-  for key, value in dataset.describe().items():
-    say(f"data.{key}: {value}")
+  facts = dataset.describe().items()
+  say("data: " + ", ".join(f"{key} {x}" for key, x in facts if x != ""))
   if program is None:
     program = compile_program(config)
   _require_program_of(config, program)
@@ -144,11 +149,19 @@ class _Run:
     self.first = jax.process_index() == 0
 
   def run(self) -> Summary:
+    with contextlib.ExitStack() as stack:
+      state, start = self._open(stack)
+      return self._loop(state, start)
+
+  def _open(self, stack: contextlib.ExitStack) -> tuple[TrainState, int]:
+    """Opens everything that `stack` is to close; returns where to begin."""
     run = self.config.run
     self.checkpoints = Checkpoints(
       self.folder.checkpoints, run.keep_checkpoints
     )
+    stack.push(self._close_checkpoints)
     self.iterator = self.dataset.train_iterator()
+    stack.enter_context(contextlib.closing(self.iterator))
     self.saved = self.checkpoints.latest
     if self.saved is None:
       start, wall_s, state = 0, 0.0, self.program.init(run.seed)
@@ -163,22 +176,21 @@ class _Run:
     self.log = MetricsLog(
       self.folder.path, start, write=self.first, tensorboard=run.tensorboard
     )
-    self.watch = Stopwatch(wall_s, start)
+    stack.enter_context(contextlib.closing(self.log))
     self.progress = Progress(
       run.steps, start, self.tokens_per_step, run.progress and self.first
     )
-    try:
-      with contextlib.closing(self.progress), contextlib.closing(self.log):
-        summary = self._loop(state, start)
-    except KeyboardInterrupt:
-      raise  # asked for twice: do not wait for what is being saved
-    except BaseException:
+    stack.enter_context(contextlib.closing(self.progress))
+    self.watch = Stopwatch(wall_s, start)
+    return state, start
+
+  def _close_checkpoints(self, kind, *_) -> None:
+    if kind is None:
+      self.checkpoints.close()
+    elif issubclass(kind, Exception):
       with contextlib.suppress(Exception):  # the first error is the one to see
         self.checkpoints.close()
-      raise
-    self.checkpoints.close()
-    self.iterator.close()
-    return summary
+    # Else Ctrl-C for the second time: do not wait for what is being saved.
 
   def _loop(self, state: TrainState, start: int) -> Summary:
     run = self.config.run
@@ -278,48 +290,6 @@ class _Run:
     facts = dict(wall_s=self.watch.total_s)
     self.checkpoints.save(step, state, self.iterator, facts)
     self.saved = step
-
-
-def evaluate(
-  program: Program,
-  state: TrainState,
-  batches: Sequence[dict[str, np.ndarray]],
-  token_bytes: np.ndarray,
-  stop: StopRequest | None = None,
-) -> dict[str, float] | None:
-  """Validation loss over all targets of all batches.
-
-  Args:
-    program: whose eval step to use.
-    state: only the parameters are used.
-    batches: this process's part of each.
-    token_bytes: [V], UTF-8 bytes that each id stands for.
-    stop: gives up as soon as it has a signal (on a single process).
-
-  Returns:
-    `val_loss` in nats per target and `val_bpb` in bits per byte; or None if it
-    gave up.
-  """
-  sums = []
-  for batch in batches:
-    if stop is not None and stop.signal and jax.process_count() == 1:
-      return None
-    sums.append(program.eval_step(state, batch))
-    if len(sums) > 1:  # one batch ahead; more would only fill the memory
-      sums[-2] = jax.device_get(sums[-2])
-  totals = LossSums(*np.sum(jax.device_get(sums), axis=0, dtype=np.float64))
-  num_bytes = sum(
-    float((token_bytes[batch["targets"]] * (batch["mask"] != 0)).sum())
-    for batch in batches
-  )
-  if jax.process_count() > 1:
-    num_bytes = float(
-      multihost_utils.process_allgather(np.float64(num_bytes)).sum()
-    )
-  return dict(
-    val_loss=float(totals.nll / totals.targets),
-    val_bpb=bits_per_byte(float(totals.nll), num_bytes),
-  )
 
 
 def _require_program_of(config: ConfigDict, program: Program) -> None:

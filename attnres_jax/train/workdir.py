@@ -126,7 +126,7 @@ class Workdir:
       if not isinstance(values, dict):
         raise ValueError("not a JSON object")
       return values
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
       return None
     except (ValueError, OSError) as error:
       raise UserError(
