@@ -31,8 +31,8 @@ SIZES = {
   ),
   "small": dict(
     layers=16, width=96, heads=4, kv_heads=2, mlp_hidden=256,
-    seq_len=256, batch_size=4, steps=600, lr=6e-3, warmup_steps=60,
-    eval_sequences=128, eval_every=100, checkpoint_every=300,
+    seq_len=256, batch_size=4, steps=500, lr=6e-3, warmup_steps=50,
+    eval_sequences=128, eval_every=50, checkpoint_every=250,
   ),
   "436m": dict(
     layers=16, width=1168, heads=16, kv_heads=16, head_dim=128,
