@@ -20,6 +20,7 @@ from attnres_jax.train.program import TrainState
 
 # Metadata, the data position and rounding up to file-system blocks.
 OVERHEAD_BYTES = 2**20
+UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of what is being saved
 
 
 class Checkpoints:
@@ -31,10 +32,14 @@ class Checkpoints:
     keep: how many of the newest stay.
     """
     self.folder = folder
+    if jax.process_index() == 0:
+      # Left by a process that was killed while saving. Orbax can do this too,
+      # but in the background, with nothing to tell that it is done.
+      for left in folder.glob(f"*{UNFINISHED}*"):
+        shutil.rmtree(left)
     self._checkpointer = ocp.training.Checkpointer(
       folder,
       preservation_policy=ocp.training.preservation_policies.LatestN(keep),
-      cleanup_tmp_directories=True,
     )
 
   @property
