@@ -5,7 +5,6 @@ one rename, after everything in it is on disk, and older ones are removed only
 then: whatever happens, the newest complete one can be loaded.
 """
 
-import errno
 import os
 import pathlib
 import shutil
@@ -20,6 +19,7 @@ from attnres_jax.train.program import TrainState
 
 # Metadata, the data position and rounding up to file-system blocks.
 OVERHEAD_BYTES = 2**20
+NO_SPACE = ("No space left on device", "Disk quota exceeded")
 UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of what is being saved
 
 
@@ -68,7 +68,7 @@ class Checkpoints:
       step,
       dict(state=vars(state), data=iterator),
       force=True,
-      custom_metadata=facts,
+      custom_metadata=dict(processes=jax.process_count(), **facts),
     )
 
   def wait(self) -> None:
@@ -79,10 +79,10 @@ class Checkpoints:
     """
     try:
       self._checkpointer.wait()
-    except OSError as error:
-      if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    except Exception as error:  # of any type: Orbax, TensorStore, the system
+      if not any(text in str(error) for text in NO_SPACE):
         raise
-      raise UserError(self._no_space("is full")) from error
+      raise UserError(self._no_space("became full")) from error
 
   def require_space(self, state: TrainState) -> None:
     """Raises UserError if a checkpoint of `state` does not fit on the disk."""
@@ -92,7 +92,7 @@ class Checkpoints:
     if free < need:
       raise UserError(
         self._no_space(
-          f"has {free / 2**20:.0f} MiB free, expected {need / 2**20:.0f} MiB"
+          f"has {free / 2**20:.1f} MiB free, expected {need / 2**20:.1f} MiB"
           " for the next checkpoint"
         )
       )
@@ -130,6 +130,13 @@ class Checkpoints:
     except Exception as error:
       raise _damaged(where, error) from error
     _require_equal(stored, _shapes(vars(abstract_state)), where)
+    facts = dict(metadata.custom_metadata)
+    if (processes := facts.pop("processes")) != jax.process_count():
+      raise UserError(
+        f"got {jax.process_count()} processes: expected {processes}, as when"
+        f" {where} was saved, because each reads its own part of the data."
+        " Start as many, or set another --workdir."
+      )
     try:
       loaded = self._checkpointer.load_checkpointables(
         step, dict(state=vars(abstract_state), data=iterator)
@@ -138,7 +145,7 @@ class Checkpoints:
       raise
     except Exception as error:
       raise _damaged(where, error) from error
-    return TrainState(**loaded["state"]), metadata.custom_metadata
+    return TrainState(**loaded["state"]), facts
 
   def close(self) -> None:
     """Waits for what is being saved."""

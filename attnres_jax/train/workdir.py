@@ -86,7 +86,7 @@ class Workdir:
         f"got --workdir {path}, which is a file: expected a folder. Set"
         " another --workdir."
       )
-    if (self.path / ".lock").exists():
+    if jax.process_index() == 0 and (self.path / ".lock").exists():
       with self._locked():
         pass
     self._require_same_config()

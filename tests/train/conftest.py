@@ -13,6 +13,10 @@ from attnres_jax.train import loop
 from attnres_jax.train.checkpoint import Checkpoints
 from attnres_jax.train.metrics import TIMING_KEYS
 from configs.train import get_config
+from tests.conftest import REPO
+
+# Tokenised text stays inside the repository, for all test processes.
+os.environ.setdefault("ATTNRES_CACHE", str(REPO / ".cache" / "attnres"))
 
 
 def micro_config(mixer: str = "block"):

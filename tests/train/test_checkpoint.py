@@ -155,7 +155,40 @@ def test_needs_disk_space(
   checkpoints.wait()
   usage = collections.namedtuple("usage", "free")
   monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(2**20))
-  with pytest.raises(UserError, match="1 MiB free, expected 2 MiB") as error:
+  with pytest.raises(UserError, match=r"1\.0 MiB free, expected \d") as error:
     checkpoints.save(2, state, iterator, {})
   assert "--workdir" in str(error.value) and "\n" not in str(error.value)
+  checkpoints.restore(1, program.abstract_state, iterator)
+
+
+def test_another_number_of_processes_is_refused(
+  open_checkpoints, program, iterator, monkeypatch
+):
+  checkpoints = open_checkpoints()
+  checkpoints.save(1, program.init(0), iterator, {})
+  checkpoints.wait()
+  monkeypatch.setattr(jax, "process_count", lambda: 2)
+  with pytest.raises(UserError, match="got 2 processes: expected 1"):
+    checkpoints.restore(1, program.abstract_state, iterator)
+
+
+def test_a_disk_that_becomes_full(
+  open_checkpoints, program, iterator, monkeypatch
+):
+  """The message is TensorStore's own, from a full file system."""
+  checkpoints, state = open_checkpoints(), program.init(0)
+  checkpoints.save(1, state, iterator, {})
+  checkpoints.wait()
+
+  def fail():
+    raise ValueError(
+      'RESOURCE_EXHAUSTED: Failed writing: "x": Failed to write 250724 bytes'
+      " to file 30: No space left on device [os_error_code='28']"
+    )
+
+  with monkeypatch.context() as patch:
+    patch.setattr(checkpoints._checkpointer, "wait", fail)
+    with pytest.raises(UserError, match="became full"):
+      checkpoints.save(2, state, iterator, {})
+  assert checkpoints.latest == 1
   checkpoints.restore(1, program.abstract_state, iterator)
