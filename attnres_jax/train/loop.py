@@ -128,6 +128,7 @@ def train(
   facts = dataset.describe().items()
   say("data: " + ", ".join(f"{key} {x}" for key, x in facts if x != ""))
   if program is None:
+    say("compiling the train step and the eval step ...")
     program = compile_program(config)
   _require_program_of(config, program)
   _say_program(config, program, folder, say)

@@ -149,20 +149,21 @@ class Progress:
     self._tokens_per_step = tokens_per_step
     self._start = time.perf_counter()
     self._done = 0
-    self._val = ""
+    self._text = self._val = ""
 
   def update(self, loss: float) -> None:
     """One more step is done."""
     self._done += 1
     speed = self._done * self._tokens_per_step
     speed /= max(time.perf_counter() - self._start, 1e-9)
-    self._bar.set_postfix_str(
-      f"loss {loss:.4f}{self._val}, {speed:,.0f} tokens/s", refresh=False
-    )
+    self._text = f"loss {loss:.4f}, {speed:,.0f} tokens/s"
+    self._bar.set_postfix_str(self._text + self._val, refresh=False)
     self._bar.update()
 
   def validated(self, val_loss: float) -> None:
+    """An evaluation is done."""
     self._val = f", val {val_loss:.4f}"
+    self._bar.set_postfix_str(self._text + self._val)
 
   def close(self) -> None:
     self._bar.close()
