@@ -26,6 +26,7 @@ from attnres_jax.train.program import (
   Program,
   TrainState,
   compile_program,
+  make_mesh,
 )
 from attnres_jax.train.signals import StopRequest
 from attnres_jax.train.workdir import Workdir
@@ -107,6 +108,7 @@ def train(
       checkpoint is from before that.
   """
   validate(config)
+  make_mesh(config)  # wrong devices: say so before the data is prepared
   folder = Workdir(workdir, config)
   finished = folder.summary()
   if finished is not None:

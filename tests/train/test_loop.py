@@ -336,6 +336,14 @@ def test_a_tokenizer_too_large_for_the_model(train, dataset, config, tmp_path):
   assert not (tmp_path / "run").exists()
 
 
+def test_devices_are_checked_before_the_data(config, monkeypatch, tmp_path):
+  monkeypatch.setattr(data, "load", None)
+  config.mesh.data = 1000
+  with pytest.raises(UserError, match=r"--config\.mesh\.data"):
+    loop.train(config, tmp_path / "run")
+  assert not (tmp_path / "run").exists()
+
+
 def test_tensorboard_and_progress(train, config, tmp_path, capsys):
   config.run.tensorboard = config.run.progress = True
   said = []
