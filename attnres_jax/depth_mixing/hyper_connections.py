@@ -42,9 +42,9 @@ class MHC(DepthMixer):
   """Manifold-constrained hyper-connections, once per sublayer.
 
     x' = RMSNorm(vec(H));  z = x' phi, in three parts
-    pre      = sigmoid(a_pre z_pre + b_pre)              h = sum_m pre_m H_m
+    pre      = sigmoid(a_pre z_pre + b_pre)          h = sum_m pre_m H_m
     post     = 2 sigmoid(a_post z_post + b_post)
-    residual = Sinkhorn(exp(a_res z_res + b_res))        H <- residual H + post y
+    residual = Sinkhorn(exp(a_res z_res + b_res))    H <- residual H + post y
 
   Sinkhorn divides by column sums, then by row sums, 20 times, so that the
   matrix is doubly stochastic. Coefficients are float32. The norm's scale is

@@ -7,7 +7,6 @@ one query's parameters; `logits` never sees an index.
 
 from collections.abc import Sequence
 
-
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float

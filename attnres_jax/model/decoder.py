@@ -18,8 +18,8 @@ class TransformerBlock(nnx.Module):
   """Two sublayers, each behind its PreNorm. No residual connection: the mixer
   is the residual connection."""
 
-  def __init__(self, *, width, heads, kv_heads, head_dim, mlp_hidden, rope_theta,
-               qk_norm, norm_eps, dtype, rngs):  # fmt: skip
+  def __init__(self, *, width, heads, kv_heads, head_dim, mlp_hidden,
+               rope_theta, qk_norm, norm_eps, dtype, rngs):  # fmt: skip
     self.attention_norm = RMSNorm(width, norm_eps)
     self.attention = Attention(
       width, heads, kv_heads, head_dim, rope_theta=rope_theta,
@@ -72,9 +72,9 @@ class Decoder(nnx.Module):
       ]
     )  # fmt: skip
     self.final_norm = RMSNorm(width, norm_eps)
-    self.head = None
-    if not tied_head:
-      self.head = Embedding(init(rngs.params(), shape, jnp.float32))
+    self.head = (
+      None if tied_head else Embedding(init(rngs.params(), shape, jnp.float32))
+    )
 
   def __call__(
     self,
