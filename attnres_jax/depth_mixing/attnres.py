@@ -145,15 +145,16 @@ class AttnRes(DepthMixer):
     recent = tuple(v.astype(dtype) for v in state.recent)
     return state._replace(finished=state.finished + recent, recent=())
 
+  def last(self):
+    return DepthSlice(self.query.at(self.num_sublayers), None)
+
   def finish(self, state):
-    x = DepthSlice(self.query.at(self.num_sublayers), None)
-    return self.read(state, x, lambda h_BTD: h_BTD)[0]
+    return self.read(state, self.last(), lambda h_BTD: h_BTD)[0]
 
   def weights(self, state, x):
-    query = self.query.at(self.num_sublayers) if x is None else x.query
     sources = state.finished + state.recent
     current = self._current(state)
-    logits_QRBTH = self.query.logits([query], sources, 0, current)
+    logits_QRBTH = self.query.logits([x.query], sources, 0, current)
     weights_RBTH = self._phi.weigh(logits_QRBTH)[0][0]
     if self._phi.normalised:
       weights_RBTH /= weights_RBTH.sum(0)

@@ -84,16 +84,20 @@ class DepthMixer(nnx.Module):
     del block
     return state
 
+  def last(self) -> Slice:
+    """The slice that `finish` reads with."""
+    return None
+
   def finish(self, state: State) -> Float[Array, "B T D"]:
     """What the final norm and the head see."""
     raise NotImplementedError
 
-  def weights(self, state: State, x: Slice | None) -> Float[Array, "R B T H"]:
+  def weights(self, state: State, x: Slice) -> Float[Array, "R B T H"]:
     """The weight of every source of `sources`, float32, H: depth heads (1).
 
     Args:
       state: the state before the sublayer's `read`.
-      x: the sublayer's slice, or None for `finish`.
+      x: the sublayer's slice; `last()` for what `finish` reads.
     """
     raise NotImplementedError
 
@@ -156,7 +160,7 @@ def run(
   for block in mixer.blocks:
     state = run_block(state, block)
   if observe is not None:
-    observe(mixer.num_sublayers, mixer.weights(state, None))
+    observe(mixer.num_sublayers, mixer.weights(state, mixer.last()))
   return mixer.finish(state)
 
 

@@ -80,13 +80,14 @@ class DenseFormer(DepthMixer):
     newest = state.current + output
     return DenseState((*state.states, newest), None)
 
+  def last(self):
+    return self._row(self.num_sublayers)
+
   def finish(self, state):
-    return self._mix(state, self._row(self.num_sublayers))
+    return self._mix(state, self.last())
 
   def weights(self, state, x):
-    if x is None:
-      x = self._row(self.num_sublayers)
-    row = jnp.ones(1) if x is None else x
+    row = jnp.ones(1) if x is None else x  # None: no mix here
     b, t = state.states[0].shape[:2]
     return jnp.broadcast_to(row[:, None, None, None], (len(row), b, t, 1))
 

@@ -91,13 +91,16 @@ class StaticQuery(nnx.Module):
 
 
 class InputQuery(nnx.Module):
-  """Input-dependent query (Table 4): q = W_l RMSNorm(current hidden state).
+  """Input-dependent query (Table 4): q = W_l RMSNorm(current hidden state) / D.
 
   The paper gives a D x D matrix per layer but neither its input nor its init.
   Here: zero init, as the pseudo-queries have it; the input is RMS-normalised
   without a scale, since a raw source may have any magnitude; and `current` is
-  the mixer's choice (its option `query_input`). A query per token depends on
-  the sublayer before it, so it can't be batched into phase 1.
+  the mixer's choice (its option `query_input`). Divided by D, one Adam step
+  moves a logit by as much as it does with a pseudo-query: its D x D entries
+  all move at once, and undivided the weights saturate in the first steps. A
+  query per token depends on the sublayer before it, so it can't be batched
+  into phase 1.
   """
 
   two_phase = False
@@ -109,7 +112,7 @@ class InputQuery(nnx.Module):
     self.eps = eps
 
   def at(self, l: int) -> Float[Array, "D D"]:
-    return self.query[l] * self.keys.at(l)
+    return self.query[l] * self.keys.at(l) / self.query.shape[-1]
 
   def logits(self, queries, sources, first, current):
     del first

@@ -12,7 +12,7 @@ from attnres_jax.depth_mixing import base, registry
 from tests.depth_mixing import oracles
 
 # L, B, T, D of the toy model. D is divisible by the 4 depth heads of a case.
-DEPTH, BATCH, TOKENS, WIDTH = 7, 2, 5, 16
+DEPTH, BATCH, TOKENS, WIDTH = 5, 2, 5, 16
 EPS = oracles.EPS
 
 # name -> (mechanism, options). Every registered mechanism must have a case.
@@ -52,6 +52,11 @@ CASES = {
   "mhc_2": ("mhc", dict(streams=2)),
   "mhc_lite": ("mhc_lite", dict(streams=3)),
 }
+
+KINDS = (
+  "residual", "full", "full_input_previous", "full_heads", "block_3",
+  "block_sigmoid", "window_2", "denseformer_both", "mhc_2", "mhc_lite",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

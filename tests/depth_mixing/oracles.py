@@ -43,7 +43,7 @@ def depth_weights(options, parameters, l, sources, current):
     if options.get("query", "static") == "static":
       w = np.broadcast_to(parameters["query"]["query"][l], v.shape)
     else:
-      w = rms_norm(current) @ parameters["query"]["query"][l]
+      w = rms_norm(current) @ parameters["query"]["query"][l] / d
     logits[i] = (w * key).reshape(b, t, heads, d // heads).sum(-1)
   activation = options.get("activation", "softmax")
   if activation == "softmax":
