@@ -10,7 +10,6 @@ last checkpoint.
 import contextlib
 import dataclasses
 import datetime
-import importlib.metadata
 import json
 import pathlib
 import signal
@@ -22,8 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 from ml_collections import ConfigDict
 
-from attnres_jax import data
-from attnres_jax.analysis import provenance, report, results
+from attnres_jax import data, provenance
+from attnres_jax.analysis import report, results
 from attnres_jax.analysis.throughput import throughput_ratio
 from attnres_jax.config import validate
 from attnres_jax.errors import UserError, unknown_name
@@ -31,8 +30,6 @@ from attnres_jax.train import loop
 from attnres_jax.train.metrics import FILENAME
 from attnres_jax.train.program import Program, compile_program
 from attnres_jax.train.workdir import config_values
-
-VERSIONS = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,7 +259,7 @@ class Ablation:
       val_curve=val_curve(run.workdir / FILENAME),
       hardware=provenance.hardware(),
       commit=self._commit,
-      versions={name: importlib.metadata.version(name) for name in VERSIONS},
+      versions=provenance.versions(),
       date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
       config_hash=run.config_hash,
       config=config_values(run.config),

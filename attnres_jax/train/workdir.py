@@ -12,18 +12,17 @@ import contextlib
 import datetime
 import errno
 import fcntl
-import importlib.metadata
 import json
 import os
 import pathlib
 import platform
-import subprocess
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 from ml_collections import ConfigDict
 
+from attnres_jax import provenance
 from attnres_jax.errors import UserError
 from attnres_jax.train.files import write_atomically
 
@@ -45,11 +44,6 @@ HARMLESS = frozenset(
     "model.remat",
   }
 )
-
-PACKAGES = (
-  "attnres_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint",
-  "grain", "numpy",
-)  # fmt: skip
 
 
 def flatten(values: dict, prefix: str = "") -> dict[str, Any]:
@@ -197,14 +191,11 @@ def environment(before: dict | None = None) -> dict:
   if before is not None:
     earlier = [*before.pop("earlier_sessions", []), before]
   devices = jax.devices()
-  commit = _git("rev-parse", "HEAD")
-  changes = None if commit is None else bool(_git("status", "--porcelain"))
   return dict(
     started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    commit=commit,
-    uncommitted_changes=changes,
+    commit=provenance.commit(),
     python=platform.python_version(),
-    packages={name: _version(name) for name in PACKAGES},
+    packages=provenance.versions(),
     platform=platform.platform(),
     backend=jax.default_backend(),
     device_kind=devices[0].device_kind,
@@ -212,28 +203,6 @@ def environment(before: dict | None = None) -> dict:
     process_count=jax.process_count(),
     earlier_sessions=earlier,
   )
-
-
-def _git(*arguments: str) -> str | None:
-  """Output of git in this checkout; None if this is none."""
-  root = pathlib.Path(__file__).resolve().parents[2]
-  if not (root / ".git").exists():
-    return None
-  try:
-    done = subprocess.run(
-      ["git", *arguments], cwd=root, capture_output=True, text=True,
-      timeout=10, check=True,
-    )  # fmt: skip
-  except (OSError, subprocess.SubprocessError):
-    return None
-  return done.stdout.strip()
-
-
-def _version(package: str) -> str | None:
-  try:
-    return importlib.metadata.version(package)
-  except importlib.metadata.PackageNotFoundError:
-    return None
 
 
 def _json(values: dict) -> str:

@@ -1,5 +1,7 @@
-"""Where a result comes from: the code and the hardware, one line each."""
+"""Where a result comes from: code, package versions and hardware."""
 
+import contextlib
+import importlib.metadata
 import os
 import pathlib
 import platform
@@ -9,6 +11,10 @@ import jax
 
 # What a result depends on; result files change while a table is made.
 CODE = ("attnres_jax", "configs", "scripts", "setup.py")
+PACKAGES = (
+  "attnres_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint",
+  "grain", "numpy",
+)  # fmt: skip
 
 
 def commit() -> str:
@@ -19,6 +25,15 @@ def commit() -> str:
     return "unknown"
   changes = _git(root, "status", "--porcelain", "--", *CODE)
   return f"{head}-dirty" if changes else head
+
+
+def versions() -> dict[str, str | None]:
+  """Versions of PACKAGES; None for one that is not installed."""
+  found = dict.fromkeys(PACKAGES)
+  for name in PACKAGES:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+      found[name] = importlib.metadata.version(name)
+  return found
 
 
 def hardware() -> str:
