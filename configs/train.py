@@ -18,6 +18,7 @@ from configs.common import parse_arg
 # ablations use (16 blocks, 16 heads, d 1168, lr 2.2e-3, 384 sequences of 8192
 # tokens, 27.9k steps). The paper gives no head dim (128 is Kimi Linear's), and
 # about 9 experts of 528 channels are active per token: one dense MLP here.
+COMMON = dict(head_dim=0, dtype="float32", remat="none")  # unless a size says
 SIZES = {
   "micro": dict(
     layers=3, width=32, heads=4, kv_heads=2, mlp_hidden=64,
@@ -26,8 +27,8 @@ SIZES = {
   ),
   "tiny": dict(
     layers=8, width=64, heads=4, kv_heads=2, mlp_hidden=128,
-    seq_len=128, batch_size=8, steps=150, lr=8e-3, warmup_steps=20,
-    eval_sequences=64, eval_every=50, checkpoint_every=50,
+    seq_len=128, batch_size=4, steps=300, lr=8e-3, warmup_steps=30,
+    eval_sequences=64, eval_every=50, checkpoint_every=150,
   ),
   "small": dict(
     layers=16, width=96, heads=4, kv_heads=2, mlp_hidden=256,
@@ -36,7 +37,7 @@ SIZES = {
   ),
   "436m": dict(
     layers=16, width=1168, heads=16, kv_heads=16, head_dim=128,
-    mlp_hidden=4752,
+    mlp_hidden=4752, dtype="bfloat16", remat="sublayer",
     seq_len=8192, batch_size=384, steps=27_900, lr=2.2e-3, warmup_steps=1000,
     eval_sequences=1024, eval_every=500, checkpoint_every=500,
   ),
@@ -60,7 +61,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     raise registry.unknown_name(
       "size", parsed["size"], SIZES, "--config=configs/train.py:size=NAME"
     )
-  size = SIZES[parsed["size"]]
+  size = COMMON | SIZES[parsed["size"]]
   c = ConfigDict()
 
   c.data = d = ConfigDict()
@@ -84,7 +85,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
   m.layers = size["layers"]  # Transformer blocks; sublayers = 2 * layers
   m.width = size["width"]  # D, channels
   m.heads = size["heads"]  # N, query heads; must divide width
-  m.head_dim = size.get("head_dim", 0)  # H, channels per head; 0: width / heads
+  m.head_dim = size["head_dim"]  # H, channels per head; 0: width / heads
   m.kv_heads = size["kv_heads"]  # K, key/value heads; must divide heads
   m.mlp_hidden = size["mlp_hidden"]  # F, channels inside SwiGLU
   m.vocab_size = d.get_ref("vocab_size")  # V, rows of the embedding
@@ -93,8 +94,8 @@ def get_config(arg: str | None = None) -> ConfigDict:
   m.tied_head = True  # the head is the embedding, transposed
   m.norm_eps = 1e-5  # added to the mean square inside every RMSNorm
   m.init_std = 0.02  # embedding; kernels use 1 / sqrt(fan in)
-  m.dtype = "float32"  # of activations: float32 | bfloat16
-  m.remat = "none"  # what the backward recomputes: none | sublayer | block
+  m.dtype = size["dtype"]  # of activations: float32 | bfloat16
+  m.remat = size["remat"]  # backward recomputes: none | sublayer | block
 
   c.mixer = ConfigDict(
     dict(name=parsed["mixer"], **registry.default_options(parsed["mixer"]))
