@@ -27,7 +27,7 @@ SIZES = {
   ),
   "tiny": dict(
     layers=8, width=64, heads=4, kv_heads=2, mlp_hidden=128,
-    seq_len=128, batch_size=4, steps=300, lr=8e-3, warmup_steps=30,
+    seq_len=128, batch_size=4, steps=450, lr=8e-3, warmup_steps=45,
     eval_sequences=64, eval_every=50, checkpoint_every=150,
   ),
   "small": dict(
