@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from attnres_jax.depth_mixing import hyper_connections, registry
-from tests.depth_mixing import cases
 
 # Twenty float32 normalisations of a 4 x 4 matrix.
 SINKHORN_TOLERANCE = 1e-5
@@ -57,10 +56,3 @@ def test_initial_coefficients(name):
     np.testing.assert_allclose(pre[0, 0], want, atol=1e-4)
     np.testing.assert_allclose(mixing[0, 0, :, 4], 2 * want, atol=2e-4)
     np.testing.assert_allclose(mixing[0, 0, :, :4], np.eye(4), atol=0.01)
-
-
-def test_streams_are_read_out():
-  """The output carries every stream: its gradient reaches each of them."""
-  t = cases.toy("mhc")
-  h, _ = cases.jitted("mhc")(t.parameters, t.matrices, t.embedding)
-  assert h.shape == t.embedding.shape
