@@ -1,6 +1,6 @@
 """What every config file shares: the typed argument string."""
 
-import difflib
+from attnres_jax.errors import unknown_name
 
 
 def parse_arg(arg: str | None, **defaults):
@@ -33,11 +33,8 @@ def parse_arg(arg: str | None, **defaults):
           f" {', '.join(defaults)}."
         )
     if key not in defaults:
-      near = difflib.get_close_matches(key, defaults, n=1, cutoff=0.4)
-      hint = f" Did you mean {near[0]!r}?" if near else ""
-      raise ValueError(
-        f"unknown config argument {key!r}: expected one of"
-        f" {', '.join(defaults)}.{hint}"
+      raise unknown_name(
+        "config argument", key, defaults, "--config=FILE:KEY=VALUE"
       )
     parsed[key] = _parse(key, text, type(defaults[key]))
   return parsed

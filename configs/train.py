@@ -11,6 +11,7 @@ configs/ablation.py beside the rows that they belong to.
 from ml_collections import ConfigDict
 
 from attnres_jax.depth_mixing import registry
+from attnres_jax.errors import unknown_name
 from configs.common import parse_arg
 
 # Widths and depths; `layers` counts Transformer blocks, so a model has
@@ -58,7 +59,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
   """
   parsed = parse_arg(arg, mixer="block", size="tiny", data="sotu")
   if parsed["size"] not in SIZES:
-    raise registry.unknown_name(
+    raise unknown_name(
       "size", parsed["size"], SIZES, "--config=configs/train.py:size=NAME"
     )
   size = COMMON | SIZES[parsed["size"]]

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from attnres_jax.depth_mixing import attention, queries
 from attnres_jax.depth_mixing.attention import Partial
-from attnres_jax.depth_mixing.base import DepthMixer
+from attnres_jax.depth_mixing.base import DepthMixer, check_positive
 from attnres_jax.errors import UserError, unknown_name
 
 QUERIES = ("static", "input", "none")
@@ -186,7 +186,7 @@ class FullAttnRes(AttnRes):
   """
 
   def __init__(self, num_sublayers, width, *, group_size: int = 4, **options):
-    _check_positive("group_size", group_size)
+    check_positive("group_size", group_size)
     self.group_size = group_size
     super().__init__(num_sublayers, width, **options)
 
@@ -235,7 +235,7 @@ class BlockAttnRes(AttnRes):
           " sublayers. Set it with --config.mixer.num_blocks."
         )
       block_size = -(-num_sublayers // n)
-    _check_positive("block_size", block_size)
+    check_positive("block_size", block_size)
     self.block_size = block_size
     super().__init__(num_sublayers, width, **options)
 
@@ -269,7 +269,7 @@ class SlidingWindowAttnRes(AttnRes):
   """
 
   def __init__(self, num_sublayers, width, *, window: int = 8, **options):
-    _check_positive("window", window)
+    check_positive("window", window)
     self.window = window
     super().__init__(num_sublayers, width, **options)
 
@@ -285,14 +285,6 @@ class SlidingWindowAttnRes(AttnRes):
 
 def _cut(length: int, size: int) -> tuple[range, ...]:
   return tuple(range(i, min(i + size, length)) for i in range(0, length, size))
-
-
-def _check_positive(option: str, value: int) -> None:
-  if value < 1:
-    raise UserError(
-      f"got {option} {value}: expected an integer >= 1 (sublayers). Set it"
-      f" with --config.mixer.{option}."
-    )
 
 
 def _check_name(option: str, value: str, known) -> None:

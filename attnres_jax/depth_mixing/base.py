@@ -13,6 +13,8 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
+from attnres_jax.errors import UserError
+
 State = Any  # a pytree of arrays; shards, remats and donates like any other
 Slice = Any  # what `open` prepares for one sublayer: its parameters and results
 Norm = Callable[[Float[Array, "B T D"]], Float[Array, "B T D"]]
@@ -162,6 +164,15 @@ def run(
   if observe is not None:
     observe(mixer.num_sublayers, mixer.weights(state, mixer.last()))
   return mixer.finish(state)
+
+
+def check_positive(option: str, value: int) -> None:
+  """Raises a UserError unless an option of a mixer is at least 1."""
+  if value < 1:
+    raise UserError(
+      f"got {option} {value}: expected an integer >= 1. Set it with"
+      f" --config.mixer.{option}."
+    )
 
 
 def _runs(counts: list[int]) -> str:

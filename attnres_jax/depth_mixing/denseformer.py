@@ -7,8 +7,11 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from attnres_jax.depth_mixing import attention
-from attnres_jax.depth_mixing.base import DepthMixer, DepthParam
-from attnres_jax.errors import UserError
+from attnres_jax.depth_mixing.base import (
+  DepthMixer,
+  DepthParam,
+  check_positive,
+)
 
 
 class DenseState(NamedTuple):
@@ -44,12 +47,8 @@ class DenseFormer(DepthMixer):
   ):
     del norm_eps
     super().__init__(num_sublayers, width)
-    for option, value in (("period", period), ("dilation", dilation)):
-      if value < 1:
-        raise UserError(
-          f"got {option} {value}: expected an integer >= 1 (sublayers). Set it"
-          f" with --config.mixer.{option}."
-        )
+    check_positive("period", period)
+    check_positive("dilation", dilation)
     self.period = period
     self.dilation = dilation
     self.scalars = nnx.List(

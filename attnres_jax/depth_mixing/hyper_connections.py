@@ -11,7 +11,11 @@ from jaxtyping import Array, Float
 
 from attnres_jax.depth_mixing import attention
 from attnres_jax.depth_mixing.attention import HIGHEST
-from attnres_jax.depth_mixing.base import DepthMixer, DepthParam
+from attnres_jax.depth_mixing.base import (
+  DepthMixer,
+  DepthParam,
+  check_positive,
+)
 from attnres_jax.errors import UserError
 
 SINKHORN_STEPS = 20  # t_max of the mHC paper
@@ -58,11 +62,7 @@ class MHC(DepthMixer):
     self, num_sublayers: int, width: int, *, norm_eps: float, streams: int = 4
   ):
     super().__init__(num_sublayers, width)
-    if streams < 1:
-      raise UserError(
-        f"got streams {streams}: expected an integer >= 1. Set it with"
-        " --config.mixer.streams."
-      )
+    check_positive("streams", streams)
     self.streams = streams
     self.norm_eps = norm_eps
     m, n = streams, num_sublayers
