@@ -15,8 +15,18 @@ setup(
   python_requires=">=3.11",
   # configs/ and scripts/ are run from the checkout (`python -m scripts.train`)
   # and are not installed: their names are too plain for site-packages.
-  packages=find_packages(include=["attnres_jax", "attnres_jax.*"]),
-  package_data={"attnres_jax.data": ["assets/*"]},
+  # The folder `kernels` is imported as attnres_kernels: its plain name is
+  # taken on the package index.
+  package_dir={"attnres_kernels": "kernels"},
+  packages=[
+    *find_packages(include=["attnres_jax", "attnres_jax.*"]),
+    "attnres_kernels",
+    "attnres_kernels.depth_attention",
+  ],
+  package_data={
+    "attnres_jax.data": ["assets/*"],
+    "attnres_kernels.depth_attention": ["tuned/*.json"],
+  },
   # Lower bounds are the oldest releases the suite has run on; no upper bounds,
   # .ci/run tries the newest.
   install_requires=[
@@ -42,6 +52,7 @@ setup(
     "dev": [
       *HF,
       "hypothesis>=6.100",
+      "jax[tpu]>=0.10.2",  # the TPU compiler: kernels compile without a TPU
       "pytest>=8.3",
       "pytest-xdist>=3.6",
       "ruff>=0.17,<0.18",  # another minor release formats differently

@@ -1,0 +1,1 @@
+"""Kernels of attnres_jax, importable without it as `attnres_kernels`."""

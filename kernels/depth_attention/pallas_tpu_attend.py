@@ -1,0 +1,5 @@
+"""Phase 1 (`attend`) as TPU kernels."""
+
+
+def attend(queries, sources, eps):
+  raise NotImplementedError
