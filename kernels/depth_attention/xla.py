@@ -1,9 +1,334 @@
-"""The literal equations: the oracle of the tests."""
+"""Plain JAX with derivatives of its own: the path of every platform but a TPU.
+
+Saved for the backward pass are operands, results and per-token scalars, never
+a key or a stack of sources. With v a source, n = 1 / RMS(v), c = w * g a query,
+l = n (c . v) its logit and p its weight, the derivatives are
+
+  dl  = p (d_out . v - d_out . out)           (+ p sum d_sum in phase 1)
+  d v = sum_q p_q d_out_q + sum_q dl_q n c_q - (sum_q dl_q l_q) n^2 v / D
+  d c = sum over sources and tokens of dl n v
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.xla_metadata import set_xla_metadata
+from jaxtyping import Array, Float
+
+from attnres_kernels.depth_attention.types import (
+  Attended,
+  Merged,
+  MergeOptions,
+)
+
+HIGHEST = jax.lax.Precision.HIGHEST  # logits: a TPU's default is too coarse
 
 
-def attend(queries, sources, eps):
-  raise NotImplementedError
+def attend(
+  queries: Float[Array, "Q D"],
+  sources: tuple[Float[Array, "... T D"], ...],
+  eps: float | None,
+) -> tuple[Attended, ...]:
+  """Phase 1; see api.attend. `queries` are w * g."""
+  return _attend(queries, tuple(sources), eps)
 
 
-def merge(query, attended, recent, update, norm_scale, options):
-  raise NotImplementedError
+def merge(
+  query: Float[Array, "D"],
+  attended: Attended | None,
+  recent: tuple[Float[Array, "... T D"], ...],
+  update: Float[Array, "... T D"] | None,
+  norm_scale: Float[Array, "D"] | None,
+  options: MergeOptions,
+) -> Merged:
+  """Phase 2; see api.merge. `query` is w * g."""
+  recent = tuple(recent)
+  dtypes = (
+    tuple(v.dtype for v in recent), None if update is None else update.dtype
+  )  # fmt: skip
+  return _merge(query, attended, recent, update, norm_scale, options, dtypes)
+
+
+def _not_inlined(static=()):
+  """Compiles a function as one call whose operands and results are arrays.
+
+  XLA on CPU drops optimization barriers and then fuses every producer into all
+  of its consumers: a cotangent, with the norm behind it, would be computed once
+  per source that it reaches. A call that stays a call ends that.
+
+  Args:
+    static: positions of the arguments that are not arrays.
+  """
+
+  def wrap(function):
+    jitted = jax.jit(function, static_argnums=static)
+
+    @functools.wraps(function)
+    def call(*args):
+      with set_xla_metadata(inlineable="false"):
+        return jitted(*args)
+
+    return call
+
+  return wrap
+
+
+# Phase 1. Scalars per token are [R, ..., T, Q], or [R, ..., T] without a query.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _attend(queries, sources, eps):
+  return _attend_forward(queries, sources, eps)[0]
+
+
+def _attend_forward(queries, sources, eps):
+  logits, inverse = _logits(queries, sources, eps)
+  attended, weights = _average(logits, sources)
+  return attended, (queries, sources, logits, inverse, weights, attended)
+
+
+def _attend_backward(eps, saved, d_attended):
+  del eps
+  queries, sources, logits, inverse, weights, attended = saved
+  d_outs = [d.out for d in d_attended]
+  sums = jnp.stack([a.sum for a in attended], -1)
+  d_sums = jnp.stack([d.sum for d in d_attended], -1)
+  d_logits = _d_logits(d_outs, sources, weights, sums * d_sums)
+  d_queries = _d_queries(d_logits, inverse, sources)
+  d_sources = _d_sources(
+    queries, sources, d_outs, weights, d_logits, logits, inverse
+  )
+  return d_queries.astype(queries.dtype), d_sources
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+@_not_inlined(static=(2,))
+def _logits(queries, sources, eps):
+  """(logits, 1 / RMS of each source or None)."""
+  logits, inverse = [], []
+  for v in sources:
+    v = _wide(v)
+    dots = jnp.einsum("...td,qd->...tq", v, queries, precision=HIGHEST)
+    if eps is not None:
+      inverse.append(_inverse_rms(v, eps))
+      dots = dots * inverse[-1][..., None]
+    logits.append(dots)
+  return jnp.stack(logits), None if eps is None else jnp.stack(inverse)
+
+
+@_not_inlined()
+def _average(logits, sources):
+  """(Attended of each query, weights)."""
+  largest = logits.max(0)
+  weights = jnp.exp(logits - largest)
+  sums = weights.sum(0)
+  weights = weights / sums
+  outs = [
+    sum(_times(w[..., q], v) for w, v in zip(weights, sources, strict=True))
+    for q in range(logits.shape[-1])
+  ]
+  dtype = sources[0].dtype
+  attended = tuple(
+    Attended(out.astype(dtype), largest[..., q], sums[..., q])
+    for q, out in enumerate(outs)
+  )
+  return attended, weights
+
+
+@_not_inlined()
+def _d_logits(d_outs, sources, weights, d_log_sums):
+  d_weights = jnp.stack(
+    [jnp.stack([_dot(d, v) for d in d_outs], -1) for v in sources]
+  )
+  mean = (weights * d_weights).sum(0)
+  return weights * (d_weights - mean + d_log_sums)
+
+
+@_not_inlined()
+def _d_queries(d_logits, inverse, sources):
+  d_dots = d_logits if inverse is None else d_logits * inverse[..., None]
+  return sum(
+    jnp.einsum("...tq,...td->qd", d, _wide(v), precision=HIGHEST)
+    for d, v in zip(d_dots, sources, strict=True)
+  )
+
+
+@_not_inlined()
+def _d_sources(queries, sources, d_outs, weights, d_logits, logits, inverse):
+  d_sources = []
+  for r, v in enumerate(sources):
+    n = None if inverse is None else inverse[r]
+    d = _d_through_logits(queries, v, d_logits[r], logits[r], n)
+    for q, d_out in enumerate(d_outs):
+      d = d + _times(weights[r][..., q], d_out)
+    d_sources.append(d.astype(v.dtype))
+  return tuple(d_sources)
+
+
+def _d_through_logits(queries, v, d_logits, logits, inverse):
+  """What a source gets because its key makes logits."""
+  d_dots = d_logits if inverse is None else d_logits * inverse[..., None]
+  d = sum(d_dots[..., q, None] * c for q, c in enumerate(queries))
+  if inverse is None:
+    return d
+  radial = (d_logits * logits).sum(-1) * inverse * inverse / v.shape[-1]
+  return d - _times(radial, v)
+
+
+# Phase 2. The finished part is one more source, of logit max + log(sum).
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _merge(query, attended, recent, update, norm_scale, options, dtypes):
+  args = query, attended, recent, update, norm_scale
+  return _merge_forward(*args, options, dtypes)[0]
+
+
+def _merge_forward(
+  query, attended, recent, update, norm_scale, options, dtypes
+):
+  del dtypes
+  merged, scalars = _join(query, attended, recent, update, norm_scale, options)
+  # What the last recent source is the sum of. The total, where nothing of it
+  # was rounded away: the next merge keeps it anyway.
+  parts = recent[-1:]
+  if update is not None:
+    exact = merged.total.dtype == _wide(merged.total).dtype
+    parts = (merged.total,) if exact else (recent[-1], update)
+  saved = query, attended, recent[:-1], parts, norm_scale, scalars
+  return merged, saved
+
+
+def _merge_backward(options, dtypes, saved, d_merged):
+  d_query, d_out, d_sum, d_recent, d_norm_scale = _d_join(
+    *saved, d_merged, options
+  )
+  query, attended, _, _, norm_scale, _ = saved
+  d_attended = None
+  if attended is not None:
+    d_attended = Attended(d_out, jnp.zeros_like(attended.max), d_sum)
+  recent_dtypes, update_dtype = dtypes
+  d_update = None
+  if update_dtype is not None:
+    d_update = d_recent[-1].astype(update_dtype)
+  d_recent = tuple(
+    d.astype(dtype) for d, dtype in zip(d_recent, recent_dtypes, strict=True)
+  )
+  if norm_scale is not None:
+    d_norm_scale = d_norm_scale.astype(norm_scale.dtype)
+  return (
+    d_query.astype(query.dtype), d_attended, d_recent, d_update, d_norm_scale
+  )  # fmt: skip
+
+
+_merge.defvjp(_merge_forward, _merge_backward)
+
+
+@_not_inlined(static=(5,))
+def _join(query, attended, recent, update, norm_scale, options):
+  """(Merged, per-token scalars that the backward pass wants)."""
+  values = [_wide(v) for v in recent]
+  total = None
+  if update is not None:
+    total = values[-1] = values[-1] + _wide(update)
+  logits, inverse = [], []
+  for v in values:
+    logit = _dot(v, query)
+    if options.key_eps is not None:
+      inverse.append(_inverse_rms(v, options.key_eps))
+      logit = logit * inverse[-1]
+    logits.append(logit)
+  shifts = logits
+  if attended is not None:
+    values = [_wide(attended.out), *values]
+    shifts = [attended.max, *logits]
+  largest = functools.reduce(jnp.maximum, shifts)
+  weights = [jnp.exp(s - largest) for s in shifts]
+  if attended is not None:
+    weights[0] = weights[0] * attended.sum
+  denominator = sum(weights)
+  weights = [w / denominator for w in weights]
+  h = sum(_times(w, v) for w, v in zip(weights, values, strict=True))
+  normed = h
+  if options.norm_eps is not None:
+    normed = _times(_inverse_rms(h, options.norm_eps), h)
+    if norm_scale is not None:
+      normed = normed * norm_scale
+  merged = Merged(
+    normed.astype(options.dtype),
+    None if total is None else total.astype(options.total_dtype),
+    h.astype(options.dtype) if options.return_merged else None,
+  )
+  return merged, (logits, inverse, weights)
+
+
+@_not_inlined(static=(7,))
+def _d_join(
+  query, attended, recent, parts, norm_scale, scalars, d_merged, options
+):
+  """Cotangents of query, out, sum, recent sources (wide) and norm_scale."""
+  logits, inverse, weights = scalars
+  recent = [_wide(v) for v in recent]
+  if parts:
+    recent.append(sum(_wide(part) for part in parts))
+  values = recent
+  if attended is not None:
+    values = [_wide(attended.out), *recent]
+  h = sum(_times(w, v) for w, v in zip(weights, values, strict=True))
+  d_h, d_norm_scale = _d_norm(h, norm_scale, d_merged.normed, options.norm_eps)
+  if options.return_merged:
+    d_h = d_h + _wide(d_merged.merged)
+  mean = _dot(d_h, h)
+  d_logits = [
+    w * (_dot(d_h, v) - mean) for w, v in zip(weights, values, strict=True)
+  ]
+  d_values = [_times(w, d_h) for w in weights]
+  d_out = d_sum = None
+  if attended is not None:
+    d_out = d_values.pop(0).astype(attended.out.dtype)
+    d_sum = d_logits.pop(0) / attended.sum
+  d_query = jnp.zeros_like(query)
+  for k, v in enumerate(recent):
+    n = inverse[k] if inverse else None
+    d_dots = d_logits[k] if n is None else d_logits[k] * n
+    d_query += jnp.einsum("...t,...td->d", d_dots, v, precision=HIGHEST)
+    d_values[k] += _d_through_logits(
+      query[None], v, d_logits[k][..., None], logits[k][..., None], n
+    )
+  if d_merged.total is not None:
+    d_values[-1] += _wide(d_merged.total)
+  return d_query, d_out, d_sum, d_values, d_norm_scale
+
+
+def _d_norm(h, scale, d_normed, eps):
+  """Cotangents of the mixture and of the norm's scale."""
+  d_normed = _wide(d_normed)
+  d_scale = None if scale is None else jnp.zeros_like(scale)
+  if eps is None:
+    return d_normed, d_scale
+  n = _inverse_rms(h, eps)
+  x = d_normed
+  if scale is not None:
+    d_scale = _times(n, h) * d_normed
+    d_scale = d_scale.sum(range(d_scale.ndim - 1))
+    x = d_normed * scale
+  return _times(n, x) - _times(n**3 * _dot(x, h) / h.shape[-1], h), d_scale
+
+
+def _wide(v):
+  return v.astype(jnp.promote_types(v.dtype, jnp.float32))
+
+
+def _times(weight, v):
+  return weight[..., None] * _wide(v)
+
+
+def _dot(a, b):
+  return jnp.sum(_wide(a) * _wide(b), axis=-1)
+
+
+def _inverse_rms(v, eps):
+  return jax.lax.rsqrt(jnp.mean(v * v, axis=-1) + eps)
