@@ -24,17 +24,16 @@ def attend(
   eps: float | None,
 ) -> tuple[Attended, ...]:
   """Softmax attention over depth of each query; see api.attend."""
-  dtype = sources[0].dtype
   values = jnp.stack([_wide(v) for v in sources])
-  results = []
-  for query in queries:
-    logits = _logits(query, values, eps)
-    weights = jax.nn.softmax(logits, axis=0)
-    out = jnp.sum(weights[..., None] * values, axis=0)
-    largest = jax.lax.stop_gradient(jnp.max(logits, axis=0))
-    total = jnp.sum(jnp.exp(logits - largest), axis=0)
-    results.append(Attended(out.astype(dtype), largest, total))
-  return tuple(results)
+  logits = _logits(queries, values, eps)  # [Q, R, ..., T]
+  weights = jax.nn.softmax(logits, axis=1)
+  largest = jax.lax.stop_gradient(jnp.max(logits, axis=1))
+  sums = jnp.sum(jnp.exp(logits - largest[:, None]), axis=1)
+  outs = jnp.einsum("qr...,r...d->q...d", weights, values, precision=HIGHEST)
+  outs = outs.astype(sources[0].dtype)
+  return tuple(
+    Attended(*parts) for parts in zip(outs, largest, sums, strict=True)
+  )
 
 
 def merge(
@@ -61,7 +60,7 @@ def merge(
     logits.append(largest + jnp.log(attended.sum))
   for v in recent:
     values.append(v)
-    logits.append(_logits(query, v, options.key_eps))
+    logits.append(_logits(query[None], v, options.key_eps)[0])
   weights = jax.nn.softmax(jnp.stack(logits), axis=0)
   merged = jnp.sum(weights[..., None] * jnp.stack(values), axis=0)
   normed = merged
@@ -84,6 +83,7 @@ def _rms_norm(v, eps):
   return v / jnp.sqrt(jnp.mean(v * v, axis=-1, keepdims=True) + eps)
 
 
-def _logits(query, values, eps):
+def _logits(queries, values, eps):
+  """One logit per query and source: [Q, R, ..., T] of values [R, ..., T, D]."""
   keys = values if eps is None else _rms_norm(values, eps)
-  return jnp.einsum("d,...d->...", query, keys, precision=HIGHEST)
+  return jnp.einsum("qd,...d->q...", queries, keys, precision=HIGHEST)

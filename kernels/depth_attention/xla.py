@@ -143,8 +143,7 @@ def _d_logits(d_outs, sources, weights, d_log_sums):
   d_weights = jnp.stack(
     [jnp.stack([_dot(d, v) for d in d_outs], -1) for v in sources]
   )
-  mean = (weights * d_weights).sum(0)
-  return weights * (d_weights - mean + d_log_sums)
+  return _through_softmax(weights, d_weights) + weights * d_log_sums
 
 
 @_not_inlined()
@@ -166,6 +165,17 @@ def _d_sources(queries, sources, d_outs, weights, d_logits, logits, inverse):
       d = d + _times(weights[r][..., q], d_out)
     d_sources.append(d.astype(v.dtype))
   return tuple(d_sources)
+
+
+def _through_softmax(weights, d_weights):
+  """p (d - sum p d), sums over axis 0.
+
+  Where one weight is nearly 1, its d nearly cancels against the sum, and what
+  is left is multiplied by large queries. Centred twice, the second sum has
+  small terms only, and the rounding of the first one is gone.
+  """
+  d_weights = d_weights - (weights * d_weights).sum(0)
+  return weights * (d_weights - (weights * d_weights).sum(0))
 
 
 def _d_through_logits(queries, v, d_logits, logits, inverse):
@@ -281,10 +291,9 @@ def _d_join(
   d_h, d_norm_scale = _d_norm(h, norm_scale, d_merged.normed, options.norm_eps)
   if options.return_merged:
     d_h = d_h + _wide(d_merged.merged)
-  mean = _dot(d_h, h)
-  d_logits = [
-    w * (_dot(d_h, v) - mean) for w, v in zip(weights, values, strict=True)
-  ]
+  weights = jnp.stack(weights)
+  d_weights = jnp.stack([_dot(d_h, v) for v in values])
+  d_logits = list(_through_softmax(weights, d_weights))
   d_values = [_times(w, d_h) for w in weights]
   d_out = d_sum = None
   if attended is not None:
