@@ -85,16 +85,18 @@ def _attend(queries, sources, eps):
 def _attend_forward(queries, sources, eps):
   logits, inverse = _logits(queries, sources, eps)
   attended, weights = _average(logits, sources)
-  return attended, (queries, sources, logits, inverse, weights, attended)
+  sums = tuple(a.sum for a in attended)
+  return attended, (queries, sources, logits, inverse, weights, sums)
 
 
 def _attend_backward(eps, saved, d_attended):
   del eps
-  queries, sources, logits, inverse, weights, attended = saved
+  queries, sources, logits, inverse, weights, sums = saved
   d_outs = [d.out for d in d_attended]
-  sums = jnp.stack([a.sum for a in attended], -1)
-  d_sums = jnp.stack([d.sum for d in d_attended], -1)
-  d_logits = _d_logits(d_outs, sources, weights, sums * d_sums)
+  d_log_sums = jnp.stack(
+    [s * d.sum for s, d in zip(sums, d_attended, strict=True)], -1
+  )
+  d_logits = _d_logits(d_outs, sources, weights, d_log_sums)
   d_queries = _d_queries(d_logits, inverse, sources)
   d_sources = _d_sources(
     queries, sources, d_outs, weights, d_logits, logits, inverse
