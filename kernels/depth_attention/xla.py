@@ -172,9 +172,9 @@ def _d_sources(queries, sources, d_outs, weights, d_logits, logits, inverse):
 def _through_softmax(weights, d_weights):
   """p (d - sum p d), sums over axis 0.
 
-  Where one weight is nearly 1, its d nearly cancels against the sum, and what
-  is left is multiplied by large queries. Centred twice, the second sum has
-  small terms only, and the rounding of the first one is gone.
+  Over the sources it sums to 0. What rounding leaves instead is multiplied by
+  the part that all sources share, in the derivative of the query. Centred
+  twice, the second sum is small, and so is its rounding.
   """
   d_weights = d_weights - (weights * d_weights).sum(0)
   return weights * (d_weights - (weights * d_weights).sum(0))

@@ -59,9 +59,16 @@ def normal(rng, shape, dtype=jnp.float32, size=1.0):
   return jnp.asarray(size * rng.standard_normal(shape), dtype)
 
 
+def _values(rng, shape, dtype, sizes, common):
+  shared = common * jnp.linspace(-1, 1, shape[-1])
+  return tuple(
+    (shared + normal(rng, shape, size=size)).astype(dtype) for size in sizes
+  )
+
+
 def attend_case(
   count, queries, tokens, width, dtype="float32", *, lead=(), eps=EPS,
-  scaled=True, seed=0, query_size=1.0, sizes=None,
+  scaled=True, seed=0, query_size=1.0, sizes=None, common=0.0,
 ):  # fmt: skip
   """Random sources; logits of about `query_size`.
 
@@ -70,13 +77,14 @@ def attend_case(
     lead: axes before T.
     scaled: with key-norm scales.
     sizes: R factors for the sources; None: ones.
+    common: size of a vector that all sources share.
   """
   rng = np.random.default_rng([seed, count, queries, tokens, width])
   shape = (*lead, tokens, width)
   sizes = [1.0] * count if sizes is None else sizes
   arrays = dict(
     queries=normal(rng, (queries, width), size=query_size / width**0.5),
-    sources=tuple(normal(rng, shape, dtype, size) for size in sizes),
+    sources=_values(rng, shape, dtype, sizes, common),
     scales=1 + normal(rng, (queries, width), size=0.3) if scaled else None,
   )
   return Case("attend", arrays, dict(eps=eps), seed)
@@ -86,7 +94,7 @@ def merge_case(
   count, tokens, width, dtype="float32", *, lead=(), attended=True,
   update=True, recent_dtype=None, eps=EPS, norm_eps=EPS, scaled=True,
   total_dtype="float32", return_merged=False, seed=0, query_size=1.0,
-  sizes=None,
+  sizes=None, common=0.0,
 ):  # fmt: skip
   """Like `attend_case`; `count` recent sources, `dtype` that of the others."""
   rng = np.random.default_rng([seed, count, tokens, width])
@@ -103,7 +111,7 @@ def merge_case(
   arrays = dict(
     query=normal(rng, (width,), size=query_size / width**0.5),
     attended=finished,
-    recent=tuple(normal(rng, shape, recent_dtype, size) for size in sizes),
+    recent=_values(rng, shape, recent_dtype, sizes, common),
     update=normal(rng, shape, dtype) if update and count else None,
     scale=1 + normal(rng, (width,), size=0.3) if scaled else None,
     norm_scale=1 + normal(rng, (width,), size=0.3) if scaled else None,

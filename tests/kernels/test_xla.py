@@ -113,6 +113,9 @@ HARD = {
   "some_zero": (dict(sizes=[0.0, 1.0, 0.0]), 2e-4),
   "all_zero": (dict(sizes=[0.0, 0.0, 0.0]), 2e-4),
   "zero_queries": (dict(query_size=0.0), None),
+  # Derivatives of logits sum to 0, and what is left by rounding is multiplied
+  # by the shared part in the derivative of the query.
+  "common_part": (dict(common=100.0, query_size=8.0), None),
   "one_huge": (dict(sizes=[1.0, 1e4, 1.0], query_size=3.0), None),
 }
 
