@@ -60,6 +60,11 @@ def _tuned(chip: str) -> dict:
   return json.loads(path.read_text()) if path.is_file() else {}
 
 
+def tuned(key: str) -> dict:
+  """The entry of a kernel and shape in tuned/<chip>.json; {}: not tuned."""
+  return _tuned(info().chip_version.value).get(key, {})
+
+
 def tuned_tile(key: str) -> int | None:
-  """Tokens per grid step from tuned/<chip>.json; None: not tuned."""
-  return _tuned(info().chip_version.value).get(key)
+  """Its tokens per grid step, if they are given."""
+  return tuned(key).get("tile")

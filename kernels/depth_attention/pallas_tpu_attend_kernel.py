@@ -1,0 +1,367 @@
+"""Kernel bodies of phase 1: block-diagonal matrix products over depth.
+
+A query weighs every token's sources by itself, which is a matrix product only
+token by token. Here GROUP tokens make one: with the sources of a group as rows
+(r, t) and the queries as rows (q, t), the weights are a matrix that is zero
+unless both t agree. All but 1 / GROUP of the products are with zeros, and the
+matrix unit is still several times faster at it than the vector unit is at the
+few products that count.
+
+Letters as elsewhere; a letter pair such as RG is one axis, r major. Weights
+and queries are float32 values: for bfloat16 sources they enter the matrix unit
+as sums of bfloat16 parts, which loses nothing that float32 would keep.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+GROUP = 16  # tokens per block of a block-diagonal product: a bfloat16 tile
+LANES = 128
+CHUNK = LANES // GROUP  # sources whose rows fill one tile of the matrix unit
+MASKED = -1e30  # logit of a slot without a source
+
+NN = (((1,), (0,)), ((), ()))
+NT = (((1,), (1,)), ((), ()))
+
+
+def num_parts(dtype) -> int:
+  """How many arrays of this dtype carry a float32 value, about."""
+  return 3 if dtype == jnp.bfloat16 else 1
+
+
+def split(x, dtype, parts):
+  """float32 -> arrays of the dtype that sum to it, 8 bits in each.
+
+  A mask and not a rounding cast: a compiler may take a cast to bfloat16 and
+  back for nothing, which would leave nothing for the other parts.
+  """
+  if dtype != jnp.bfloat16:
+    return [x]
+  result = []
+  for _ in range(parts):
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    part = lax.bitcast_convert_type(bits & -65536, jnp.float32)
+    result.append(part.astype(jnp.bfloat16))
+    x = x - part
+  return result
+
+
+def dot(a, b, dims=NN):
+  """Matrix product with float32 accumulation, exact inputs."""
+  exact = a.dtype == jnp.float32 or b.dtype == jnp.float32
+  return lax.dot_general(
+    a,
+    b,
+    dims,
+    preferred_element_type=jnp.float32,
+    precision=lax.Precision.HIGHEST if exact else None,
+  )
+
+
+def _columns(width, size):
+  """(start, width) of the pieces that cut `width` columns."""
+  return [(i, min(size, width - i)) for i in range(0, width, size)]
+
+
+def _iota(shape, axis):
+  return lax.broadcasted_iota(jnp.int32, shape, axis)
+
+
+def _sum(arrays):
+  return functools.reduce(jnp.add, arrays)
+
+
+def _over_slots(x, combine):
+  """Combines the CHUNK slots of [.., (r, t)] lanes; all slots get it."""
+  for shift in (64, 32, 16):
+    x = combine(x, pltpu.roll(x, shift, 1))
+  return x
+
+
+def _rows(refs, t, column, width):
+  """[(r, t), width]: GROUP tokens of several arrays, one below the other."""
+  return jnp.concatenate(
+    [ref[pl.ds(t, GROUP), pl.ds(column, width)] for ref in refs], axis=0
+  )
+
+
+def _chunk_rows(refs, t, column, width):
+  """`_rows`, filled up with zeros to CHUNK arrays."""
+  rows = _rows(refs, t, column, width)
+  missing = (CHUNK - len(refs)) * GROUP
+  if missing:
+    zeros = jnp.zeros((missing, width), rows.dtype)
+    rows = jnp.concatenate([rows, zeros], axis=0)
+  return rows
+
+
+def _squares(refs, t, width):
+  """Partial sums of v^2 over the columns, [(r, t), <= 128], as a list."""
+  full, rest = None, []
+  for column, size in _columns(width, LANES):
+    v = _rows(refs, t, column, size).astype(jnp.float32)
+    if size < LANES:
+      rest.append(v * v)
+    else:
+      full = v * v if full is None else full + v * v
+  return ([] if full is None else [full]) + rest
+
+
+def forward(
+  parts_ref,  # [P * Qp, D]: parts of the queries, Q padded to Qp
+  *refs,  # R sources [tile, D]; then the outputs below
+  num_sources,
+  num_queries,
+  eps,
+  k_chunk,
+  n_chunk,
+  deep_mxu,
+):
+  """Outputs: Q of [tile, D]; max, sum [1, Q, tile]; inverse RMS of every
+  source [1, groups * chunks, (r, t)], if it is asked for by one ref more."""
+  r, q = num_sources, num_queries
+  sources, refs = refs[:r], refs[r:]
+  outs, (max_ref, sum_ref, *inverse_ref) = refs[:q], refs[q:]
+  tile, width = sources[0].shape
+  dtype = sources[0].dtype
+  parts = num_parts(dtype)
+  padded = parts_ref.shape[0] // parts
+  chunks = [sources[i : i + CHUNK] for i in range(0, r, CHUNK)]
+  lane = _iota((padded, LANES), 1)
+  same_token = _iota((GROUP, LANES), 1) % GROUP == _iota((GROUP, LANES), 0)
+
+  def logits(chunk, t):
+    """([Qp, (r, t)], [1, (r, t)]): logits and inverse RMS of a chunk."""
+    dots = None
+    for column, size in _columns(width, k_chunk):
+      v = _chunk_rows(chunk, t, column, size)
+      piece = dot(parts_ref[:, pl.ds(column, size)], v, NT)
+      dots = piece if dots is None else dots + piece
+    dots = _sum([dots[i * padded : (i + 1) * padded] for i in range(parts)])
+    if eps is None:
+      inverse = jnp.ones((1, LANES), jnp.float32)
+    else:
+      total = jnp.zeros((1, LANES), jnp.float32)
+      for square in _squares(chunk, t, width):
+        missing = LANES - square.shape[0]
+        if missing:
+          zeros = jnp.zeros((missing, square.shape[1]), jnp.float32)
+          square = jnp.concatenate([square, zeros], axis=0)
+        for part in split(square, dtype, 3):
+          ones = jnp.ones((GROUP, part.shape[1]), part.dtype)
+          total = total + dot(ones, part, NT)[:1]
+      inverse = lax.rsqrt(total / width + eps)
+    scaled = dots * inverse
+    if len(chunk) < CHUNK:
+      scaled = jnp.where(lane < len(chunk) * GROUP, scaled, MASKED)
+    return scaled, inverse
+
+  def weight_rows(weights, chunk):
+    """The left factor of the mix, from [Qp, (r, t)] weights of a chunk."""
+    blocks = [
+      jnp.where(
+        same_token, jnp.broadcast_to(weights[i : i + 1], (GROUP, LANES)), 0.0
+      )
+      for i in range(q)
+    ]
+    if len(chunk) == 1:  # for the vector unit: one column [t, 1] per query
+      return [jnp.sum(jnp.where(_iota((GROUP, LANES), 1) < GROUP, b, 0.0),
+                      axis=1, keepdims=True) for b in blocks]  # fmt: skip
+    if dtype != jnp.bfloat16:
+      return jnp.concatenate(blocks, axis=0)
+    # Two bfloat16 parts of every weight: below each other, or side by side
+    # where the matrix unit is deep enough to sum them itself.
+    if deep_mxu:
+      rows = jnp.concatenate(blocks, axis=0)
+      return jnp.concatenate(split(rows, dtype, 2), axis=1)
+    return jnp.concatenate(
+      [part for b in blocks for part in split(b, dtype, 2)], axis=0
+    )
+
+  def mixed(rows, chunk, t, column, size):
+    """One chunk's share of the outputs: Q arrays [GROUP, size], float32."""
+    if len(chunk) == 1:
+      v = chunk[0][pl.ds(t, GROUP), pl.ds(column, size)].astype(jnp.float32)
+      return [weight * v for weight in rows]
+    v = _chunk_rows(chunk, t, column, size)
+    if dtype == jnp.bfloat16 and deep_mxu:
+      v = jnp.concatenate([v, v], axis=0)
+    product = dot(rows, v)
+    step = product.shape[0] // q
+    product = [product[i * step : (i + 1) * step] for i in range(q)]
+    if step == GROUP:
+      return product
+    return [p[:GROUP] + p[GROUP:] for p in product]
+
+  def group(g, carry):
+    t = pl.multiple_of(g * GROUP, GROUP)
+    scores, inverses = zip(*[logits(c, t) for c in chunks], strict=True)
+    largest = _over_slots(functools.reduce(jnp.maximum, scores), jnp.maximum)
+    exps = [jnp.exp(s - largest) for s in scores]
+    total = _over_slots(_sum(exps), jnp.add)
+    share = 1.0 / total
+    rows = [weight_rows(e * share, c) for e, c in zip(exps, chunks, strict=True)]
+    for column, size in _columns(width, n_chunk):
+      shares = [
+        mixed(x, c, t, column, size) for x, c in zip(rows, chunks, strict=True)
+      ]
+      for i, out in enumerate(outs):
+        value = _sum([s[i] for s in shares])
+        out[pl.ds(t, GROUP), pl.ds(column, size)] = value.astype(dtype)
+    if inverse_ref:
+      block = jnp.concatenate(inverses, axis=0)
+      start = pl.multiple_of(g * len(chunks), len(chunks))
+      inverse_ref[0][0, pl.ds(start, len(chunks)), :] = block
+    here = lane // GROUP == g
+    return tuple(
+      jnp.where(here, new, old)
+      for new, old in zip((largest, total), carry, strict=True)
+    )
+
+  zeros = jnp.zeros((padded, LANES), jnp.float32)
+  largest, total = lax.fori_loop(0, tile // GROUP, group, (zeros, zeros))
+  max_ref[0] = largest[:q, :tile]
+  sum_ref[0] = total[:q, :tile]
+
+
+def backward(
+  parts_ref,  # [C, D]: parts of the queries, for the logits
+  pairs_ref,  # [C, D]: parts of the queries, for the derivative
+  spread_ref,  # [.., W] 0/1: query rows -> lanes (q, t)
+  gather_ref,  # [W, ..] 0/1: lanes (q, t) -> one lane per part and query
+  inverse_ref,  # [tile, R]: inverse RMS of the sources
+  lse_ref,  # [1, groups, W]: max + log sum of the forward pass
+  dlse_ref,  # [1, groups, W]: cotangent of the same
+  *refs,  # R sources, Q cotangents [tile, D]; then the outputs below
+  num_sources,
+  num_queries,
+  eps,
+  k_chunk,
+  n_chunk,
+  unroll,
+  block,
+):
+  """Outputs: R of [tile, D]; [1, C, D] float32, the derivative of `pairs`."""
+  r, q = num_sources, num_queries
+  sources, d_outs, refs = refs[:r], refs[r : r + q], refs[r + q :]
+  d_sources, d_pairs = refs[:r], refs[r]
+  tile, width = sources[0].shape
+  dtype = sources[0].dtype
+  lanes = q * GROUP
+  count = parts_ref.shape[0]
+  first = lanes // LANES * LANES  # the tile of lanes where the queries start
+  blocks = [range(i, min(i + block, r)) for i in range(0, r, block)]
+  own = _iota((GROUP, lanes + count), 1)
+  own = (own % GROUP == _iota(own.shape, 0)) & (own < lanes)
+
+  @pl.when(pl.program_id(1) == 0)
+  def _():
+    d_pairs[...] = jnp.zeros_like(d_pairs)
+
+  def right(ref, t, column, size):
+    """[(q, t) and query parts, size]: what both products share."""
+    rows = _rows(d_outs, t, column, size)
+    return jnp.concatenate([rows, ref[:, pl.ds(column, size)]], axis=0)
+
+  def dots(t):
+    """Per block [(r, t'), W]: v . d_out of all token pairs, v . query."""
+    result = [None] * len(blocks)
+    for column, size in _columns(width, k_chunk):
+      rhs = right(parts_ref, t, column, size)
+      for b, members in enumerate(blocks):
+        v = _rows([sources[i] for i in members], t, column, size)
+        piece = dot(v, rhs, NT)
+        result[b] = piece if result[b] is None else result[b] + piece
+    return result
+
+  def derivative(g, t, products):
+    """-> per block (left factor [(r, t), W], its query rows transposed), and
+    per source the factor of v in its own derivative (or None)."""
+    norms = inverse_ref[pl.ds(t, GROUP), :]
+    inverse = [norms[:, i : i + 1] for i in range(r)]
+    lse, d_lse = lse_ref[0, pl.ds(g, 1), :], dlse_ref[0, pl.ds(g, 1), :]
+    scores, d_weights = [], []
+    for members, x in zip(blocks, products, strict=True):
+      height = len(members) * GROUP
+      stacked = jnp.concatenate(split(x[:, first:], dtype, 3), axis=0)
+      spread = dot(stacked, spread_ref[...])
+      spread = _sum(
+        [spread[i : i + height] for i in range(0, len(spread), height)]
+      )
+      for k, i in enumerate(members):
+        cut = slice(k * GROUP, (k + 1) * GROUP)
+        scores.append(spread[cut] * inverse[i])
+        d_weights.append(x[cut])
+    weights = [jnp.where(own, jnp.exp(s - lse), 0.0) for s in scores]
+    mean = _sum([w * d for w, d in zip(weights, d_weights, strict=True)])
+    shift = d_lse - jnp.sum(mean, axis=0, keepdims=True)
+    d_scores = [
+      w * (d + shift) for w, d in zip(weights, d_weights, strict=True)
+    ]
+    radial = [None] * r
+    if eps is not None:
+      radial = [
+        jnp.sum(d * s, axis=1, keepdims=True) * n * n * (-1.0 / width)
+        for d, s, n in zip(d_scores, scores, inverse, strict=True)
+      ]
+    factors = []
+    lane = _iota((1, lanes + count - first), 1) + first - lanes
+    for members in blocks:
+      height = len(members) * GROUP
+      d_dots = jnp.concatenate([d_scores[i] * inverse[i] for i in members], 0)
+      stacked = jnp.concatenate(split(d_dots, dtype, 2), axis=0)
+      gathered = dot(stacked, gather_ref[...])
+      gathered = _sum(
+        [gathered[i : i + height] for i in range(0, len(gathered), height)]
+      )
+      if dtype == jnp.bfloat16:  # (high, high, low) parts, as in `pairs`
+        high, low = (x.astype(jnp.float32) for x in split(gathered, dtype, 2))
+        gathered = jnp.where(lane < 2 * q, high, low)
+      left = jnp.concatenate([weights[i] for i in members], axis=0)
+      last = (left[:, first:] + gathered).astype(dtype)
+      turned = last.T[lanes - first : lanes - first + count]
+      if first:
+        last = jnp.concatenate([left[:, :first].astype(dtype), last], axis=1)
+      factors.append((last, turned))
+    return factors, radial
+
+  def finish(t, factors, radial, column, size):
+    """Writes the sources' derivatives; returns that of `pairs`."""
+    rhs = right(pairs_ref, t, column, size)
+    d_queries = []
+    for members, (left, turned) in zip(blocks, factors, strict=True):
+      v = _rows([sources[i] for i in members], t, column, size)
+      d_v = dot(left, rhs)
+      for k, i in enumerate(members):
+        cut = slice(k * GROUP, (k + 1) * GROUP)
+        value = d_v[cut]
+        if radial[i] is not None:
+          value = value + radial[i] * v[cut].astype(jnp.float32)
+        d_sources[i][pl.ds(t, GROUP), pl.ds(column, size)] = value.astype(dtype)
+      d_queries.append(dot(turned, v))
+    return _sum(d_queries)
+
+  def groups(i, carry):
+    numbers = [i * unroll + k for k in range(unroll)]
+    starts = [pl.multiple_of(g * GROUP, GROUP) for g in numbers]
+    # Stage by stage, so that one group's latencies hide behind another's work.
+    products = [dots(t) for t in starts]
+    stages = [
+      derivative(g, t, x)
+      for g, t, x in zip(numbers, starts, products, strict=True)
+    ]
+    for column, size in _columns(width, n_chunk):
+      d_pairs[0, :, pl.ds(column, size)] += _sum(
+        [
+          finish(t, *stage, column, size)
+          for t, stage in zip(starts, stages, strict=True)
+        ]
+      )
+    return carry
+
+  lax.fori_loop(0, tile // GROUP // unroll, groups, 0)
