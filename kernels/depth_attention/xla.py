@@ -75,6 +75,8 @@ def _not_inlined(static=()):
 
 
 # Phase 1. Scalars per token are [R, ..., T, Q], or [R, ..., T] without a query.
+# Every source is a call of its own: bfloat16 ones need a float32 copy on a CPU,
+# and this way there is one at a time.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -83,7 +85,9 @@ def _attend(queries, sources, eps):
 
 
 def _attend_forward(queries, sources, eps):
-  logits, inverse = _logits(queries, sources, eps)
+  scores = [_score(queries, v, eps) for v in sources]
+  logits = jnp.stack([logit for logit, _ in scores])
+  inverse = [n for _, n in scores]
   attended, weights = _average(logits, sources)
   sums = tuple(a.sum for a in attended)
   return attended, (queries, sources, logits, inverse, weights, sums)
@@ -92,33 +96,31 @@ def _attend_forward(queries, sources, eps):
 def _attend_backward(eps, saved, d_attended):
   del eps
   queries, sources, logits, inverse, weights, sums = saved
-  d_outs = [d.out for d in d_attended]
-  d_log_sums = jnp.stack(
-    [s * d.sum for s, d in zip(sums, d_attended, strict=True)], -1
-  )
-  d_logits = _d_logits(d_outs, sources, weights, d_log_sums)
-  d_queries = _d_queries(d_logits, inverse, sources)
-  d_sources = _d_sources(
-    queries, sources, d_outs, weights, d_logits, logits, inverse
-  )
-  return d_queries.astype(queries.dtype), d_sources
+  d_outs = tuple(d.out for d in d_attended)
+  d_sums = tuple(d.sum for d in d_attended)
+  d_weights = jnp.stack([_dots(d_outs, v) for v in sources])
+  d_logits = _d_logits(weights, d_weights, sums, d_sums)
+  d_queries, d_sources = 0, []
+  for r, v in enumerate(sources):
+    scalars = weights[r], d_logits[r], logits[r], inverse[r]
+    d_c, d_v = _d_source(queries, v, d_outs, *scalars)
+    d_queries += d_c
+    d_sources.append(d_v)
+  return d_queries.astype(queries.dtype), tuple(d_sources)
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
 @_not_inlined(static=(2,))
-def _logits(queries, sources, eps):
-  """(logits, 1 / RMS of each source or None)."""
-  logits, inverse = [], []
-  for v in sources:
-    v = _wide(v)
-    dots = jnp.einsum("...td,qd->...tq", v, queries, precision=HIGHEST)
-    if eps is not None:
-      inverse.append(_inverse_rms(v, eps))
-      dots = dots * inverse[-1][..., None]
-    logits.append(dots)
-  return jnp.stack(logits), None if eps is None else jnp.stack(inverse)
+def _score(queries, v, eps):
+  """Logits [..., T, Q] of a source, and its 1 / RMS (None without a norm)."""
+  v = _wide(v)
+  dots = jnp.einsum("...td,qd->...tq", v, queries, precision=HIGHEST)
+  if eps is None:
+    return dots, None
+  n = _inverse_rms(v, eps)
+  return dots * n[..., None], n
 
 
 @_not_inlined()
@@ -141,32 +143,27 @@ def _average(logits, sources):
 
 
 @_not_inlined()
-def _d_logits(d_outs, sources, weights, d_log_sums):
-  d_weights = jnp.stack(
-    [jnp.stack([_dot(d, v) for d in d_outs], -1) for v in sources]
-  )
+def _dots(d_outs, v):
+  """Derivatives [..., T, Q] of a source's weights."""
+  return jnp.stack([_dot(d, v) for d in d_outs], -1)
+
+
+@_not_inlined()
+def _d_logits(weights, d_weights, sums, d_sums):
+  pairs = zip(sums, d_sums, strict=True)
+  d_log_sums = jnp.stack([s * d for s, d in pairs], -1)
   return _through_softmax(weights, d_weights) + weights * d_log_sums
 
 
 @_not_inlined()
-def _d_queries(d_logits, inverse, sources):
+def _d_source(queries, v, d_outs, weights, d_logits, logits, inverse):
+  """One source's part of the queries' cotangents, and its own."""
   d_dots = d_logits if inverse is None else d_logits * inverse[..., None]
-  return sum(
-    jnp.einsum("...tq,...td->qd", d, _wide(v), precision=HIGHEST)
-    for d, v in zip(d_dots, sources, strict=True)
-  )
-
-
-@_not_inlined()
-def _d_sources(queries, sources, d_outs, weights, d_logits, logits, inverse):
-  d_sources = []
-  for r, v in enumerate(sources):
-    n = None if inverse is None else inverse[r]
-    d = _d_through_logits(queries, v, d_logits[r], logits[r], n)
-    for q, d_out in enumerate(d_outs):
-      d = d + _times(weights[r][..., q], d_out)
-    d_sources.append(d.astype(v.dtype))
-  return tuple(d_sources)
+  d_queries = jnp.einsum("...tq,...td->qd", d_dots, _wide(v), precision=HIGHEST)
+  d = _d_through_logits(queries, v, d_logits, logits, inverse)
+  for q, d_out in enumerate(d_outs):
+    d = d + _times(weights[..., q], d_out)
+  return d_queries, d.astype(v.dtype)
 
 
 def _through_softmax(weights, d_weights):
@@ -264,9 +261,10 @@ def _join(query, attended, recent, update, norm_scale, options):
   denominator = sum(weights)
   weights = [w / denominator for w in weights]
   h = sum(_times(w, v) for w, v in zip(weights, values, strict=True))
-  normed = h
+  normed, norm_inverse = h, None
   if options.norm_eps is not None:
-    normed = _times(_inverse_rms(h, options.norm_eps), h)
+    norm_inverse = _inverse_rms(h, options.norm_eps)
+    normed = _times(norm_inverse, h)
     if norm_scale is not None:
       normed = normed * norm_scale
   merged = Merged(
@@ -274,7 +272,7 @@ def _join(query, attended, recent, update, norm_scale, options):
     None if total is None else total.astype(options.total_dtype),
     h.astype(options.dtype) if options.return_merged else None,
   )
-  return merged, (logits, inverse, weights)
+  return merged, (logits, inverse, weights, norm_inverse)
 
 
 @_not_inlined(static=(7,))
@@ -282,7 +280,7 @@ def _d_join(
   query, attended, recent, parts, norm_scale, scalars, d_merged, options
 ):
   """Cotangents of query, out, sum, recent sources (wide) and norm_scale."""
-  logits, inverse, weights = scalars
+  logits, inverse, weights, norm_inverse = scalars
   recent = [_wide(v) for v in recent]
   if parts:
     recent.append(sum(_wide(part) for part in parts))
@@ -290,7 +288,7 @@ def _d_join(
   if attended is not None:
     values = [_wide(attended.out), *recent]
   h = sum(_times(w, v) for w, v in zip(weights, values, strict=True))
-  d_h, d_norm_scale = _d_norm(h, norm_scale, d_merged.normed, options.norm_eps)
+  d_h, d_norm_scale = _d_norm(h, norm_inverse, norm_scale, d_merged.normed)
   if options.return_merged:
     d_h = d_h + _wide(d_merged.merged)
   weights = jnp.stack(weights)
@@ -305,7 +303,7 @@ def _d_join(
   for k, v in enumerate(recent):
     n = inverse[k] if inverse else None
     d_dots = d_logits[k] if n is None else d_logits[k] * n
-    d_query += jnp.einsum("...t,...td->d", d_dots, v, precision=HIGHEST)
+    d_query += _over_tokens(d_dots, v)
     d_values[k] += _d_through_logits(
       query[None], v, d_logits[k][..., None], logits[k][..., None], n
     )
@@ -314,19 +312,27 @@ def _d_join(
   return d_query, d_out, d_sum, d_values, d_norm_scale
 
 
-def _d_norm(h, scale, d_normed, eps):
+def _d_norm(h, inverse, scale, d_normed):
   """Cotangents of the mixture and of the norm's scale."""
   d_normed = _wide(d_normed)
-  d_scale = None if scale is None else jnp.zeros_like(scale)
-  if eps is None:
-    return d_normed, d_scale
-  n = _inverse_rms(h, eps)
-  x = d_normed
-  if scale is not None:
-    d_scale = _times(n, h) * d_normed
-    d_scale = d_scale.sum(range(d_scale.ndim - 1))
-    x = d_normed * scale
-  return _times(n, x) - _times(n**3 * _dot(x, h) / h.shape[-1], h), d_scale
+  if inverse is None:
+    return d_normed, None if scale is None else jnp.zeros_like(scale)
+  # Both sums are matmuls on one product: as sums over a tensor of three
+  # factors each, XLA on CPU writes two more arrays of the mixture's size.
+  product = d_normed * h
+  if scale is None:
+    d_scale, radial = None, product.sum(-1)
+  else:
+    d_scale = _over_tokens(inverse, product)
+    radial = jnp.einsum("...d,d->...", product, scale, precision=HIGHEST)
+    d_normed = d_normed * scale
+  radial = radial * inverse**3 / h.shape[-1]
+  return _times(inverse, d_normed) - _times(radial, h), d_scale
+
+
+def _over_tokens(weight, v):
+  """[D]: the sum of weight * v over tokens, as a matmul."""
+  return jnp.einsum("...t,...td->d", weight, v, precision=HIGHEST)
 
 
 def _wide(v):
