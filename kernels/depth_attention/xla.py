@@ -212,25 +212,14 @@ def _merge_forward(
 
 
 def _merge_backward(options, dtypes, saved, d_merged):
-  d_query, d_out, d_sum, d_recent, d_norm_scale = _d_join(
-    *saved, d_merged, options
+  attended = saved[1]
+  d_query, d_out, d_sum, d_recent, d_update, d_norm_scale = _d_join(
+    *saved, d_merged, options, dtypes
   )
-  query, attended, _, _, norm_scale, _ = saved
   d_attended = None
   if attended is not None:
     d_attended = Attended(d_out, jnp.zeros_like(attended.max), d_sum)
-  recent_dtypes, update_dtype = dtypes
-  d_update = None
-  if update_dtype is not None:
-    d_update = d_recent[-1].astype(update_dtype)
-  d_recent = tuple(
-    d.astype(dtype) for d, dtype in zip(d_recent, recent_dtypes, strict=True)
-  )
-  if norm_scale is not None:
-    d_norm_scale = d_norm_scale.astype(norm_scale.dtype)
-  return (
-    d_query.astype(query.dtype), d_attended, d_recent, d_update, d_norm_scale
-  )  # fmt: skip
+  return d_query, d_attended, d_recent, d_update, d_norm_scale
 
 
 _merge.defvjp(_merge_forward, _merge_backward)
@@ -275,11 +264,11 @@ def _join(query, attended, recent, update, norm_scale, options):
   return merged, (logits, inverse, weights, norm_inverse)
 
 
-@_not_inlined(static=(7,))
+@_not_inlined(static=(7, 8))
 def _d_join(
-  query, attended, recent, parts, norm_scale, scalars, d_merged, options
+  query, attended, recent, parts, norm_scale, scalars, d_merged, options, dtypes
 ):
-  """Cotangents of query, out, sum, recent sources (wide) and norm_scale."""
+  """Cotangents of query, out, sum, recent sources, update and norm_scale."""
   logits, inverse, weights, norm_inverse = scalars
   recent = [_wide(v) for v in recent]
   if parts:
@@ -309,7 +298,15 @@ def _d_join(
     )
   if d_merged.total is not None:
     d_values[-1] += _wide(d_merged.total)
-  return d_query, d_out, d_sum, d_values, d_norm_scale
+  # In their dtypes already here: what leaves a call is written.
+  recent_dtypes, update_dtype = dtypes
+  d_recent = tuple(
+    d.astype(dtype) for d, dtype in zip(d_values, recent_dtypes, strict=True)
+  )
+  d_update = None
+  if update_dtype is not None:
+    d_update = d_values[-1].astype(update_dtype)
+  return d_query, d_out, d_sum, d_recent, d_update, d_norm_scale
 
 
 def _d_norm(h, inverse, scale, d_normed):
