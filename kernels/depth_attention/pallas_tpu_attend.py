@@ -84,7 +84,9 @@ def _attend_bwd(eps, saved, cotangents):
 _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
-def plan(direction: str, r: int, q: int, width: int, dtype, tokens: int) -> Plan:
+def plan(
+  direction: str, r: int, q: int, width: int, dtype, tokens: int
+) -> Plan:
   """The tile of a kernel and its VMEM bytes.
 
   Args:
@@ -114,7 +116,8 @@ def plan(direction: str, r: int, q: int, width: int, dtype, tokens: int) -> Plan
     if tile > max(GROUP, pl.next_power_of_2(tokens)) and tile != sizes[-1]:
       continue
     groups = tile // GROUP
-    unroll = min(tuned.get("unroll", 2 if deep else 4), groups)
+    few = 2 if deep or direction == "forward" else 4
+    unroll = min(tuned.get("unroll", few), groups)
     used = _vmem_bytes(direction, r, q, width, dtype, tile, unroll)
     if used <= budget:
       return Plan(tile, k_chunk, n_chunk, unroll, used)
@@ -136,7 +139,9 @@ def _vmem_bytes(direction, r, q, width, dtype, tile, unroll):
   if direction == "forward":
     total += 2 * (r + q) * block  # sources and outputs, double-buffered
     total += 2 * 2 * _round(q, 8) * LANES * 4  # max and sum
-    total += 2 * _round(tile // GROUP * -(-r // CHUNK), 8) * LANES * 4  # 1 / RMS
+    total += (
+      2 * _round(tile // GROUP * -(-r // CHUNK), 8) * LANES * 4
+    )  # 1 / RMS
     # Left factors of the mix and products in flight.
     total += -(-r // CHUNK) * 2 * q * GROUP * LANES * item
     total += 4 * q * GROUP * 256 * 4
@@ -177,9 +182,17 @@ def _vmem_limit() -> int:
   return int(0.95 * chips.info().vmem_capacity_bytes)
 
 
+def _query_parts(queries, dtype):
+  """The parts of the queries, made outside of the kernel."""
+  rounded = functools.partial(
+    jax.lax.reduce_precision, exponent_bits=8, mantissa_bits=7
+  )
+  return split(queries, dtype, num_parts(dtype), rounded)
+
+
 def _query_rows(queries, dtype, order=(0, 1, 2)):
   """[C, D]: the parts of all queries, part by part, rows padded to a tile."""
-  parts = split(queries, dtype, num_parts(dtype))
+  parts = _query_parts(queries, dtype)
   rows = jnp.concatenate([parts[i] for i in order[: len(parts)]], axis=0)
   return _pad(rows, GROUP)
 
@@ -193,7 +206,7 @@ def _forward(queries, sources, eps, save):
   steps = sources[0].shape[0] // cut.tile
   # Every part starts at a row that is a multiple of 8.
   padded = _pad(queries, GROUP if dtype == jnp.bfloat16 else 8)
-  parts = jnp.concatenate(split(padded, dtype, num_parts(dtype)), axis=0)
+  parts = jnp.concatenate(_query_parts(padded, dtype), axis=0)
   by_token = pl.BlockSpec((cut.tile, width), lambda i: (i, 0))
   scalars = pl.BlockSpec((1, q, cut.tile), lambda i: (i, 0, 0))
   scalar_shape = jax.ShapeDtypeStruct((steps, q, cut.tile), jnp.float32)
@@ -213,6 +226,7 @@ def _forward(queries, sources, eps, save):
       eps=eps,
       k_chunk=cut.k_chunk,
       n_chunk=cut.n_chunk,
+      unroll=cut.unroll,
       deep_mxu=chips.info().mxu_column_size == 256,
     ),
     grid=(steps,),
@@ -277,9 +291,14 @@ def _backward(saved, cotangents, eps):
   lse = by_group(largest + jnp.log(total))
   # sum is exp(lse - max) with the shift held fixed.
   d_lse = by_group(d_total * total)
-  fixed = lambda x: pl.BlockSpec(x.shape, lambda i, j: (0, 0))
+
+  def fixed(x):
+    return pl.BlockSpec(x.shape, lambda i, j: (0, 0))
+
   by_token = pl.BlockSpec((tile, width), lambda i, j: (i * steps + j, 0))
-  scalars = pl.BlockSpec((1, *lse.shape[1:]), lambda i, j: (i * steps + j, 0, 0))
+  scalars = pl.BlockSpec(
+    (1, *lse.shape[1:]), lambda i, j: (i * steps + j, 0, 0)
+  )
   size = sources[0].size
   *d_sources, d_pairs = pl.pallas_call(
     functools.partial(

@@ -14,11 +14,12 @@ as sums of bfloat16 parts, which loses nothing that float32 would keep.
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+
+from attnres_kernels.depth_attention import chips
 
 GROUP = 16  # tokens per block of a block-diagonal product: a bfloat16 tile
 LANES = 128
@@ -34,18 +35,22 @@ def num_parts(dtype) -> int:
   return 3 if dtype == jnp.bfloat16 else 1
 
 
-def split(x, dtype, parts):
-  """float32 -> arrays of the dtype that sum to it, 8 bits in each.
+def _rounded(x):
+  """x rounded to bfloat16, as float32."""
+  # XLA takes a cast to bfloat16 and back for nothing, which would leave
+  # nothing for the other parts; the kernel compiler has no reduce_precision.
+  if chips.interpret_mode():
+    return lax.reduce_precision(x, 8, 7)
+  return x.astype(jnp.bfloat16).astype(jnp.float32)
 
-  A mask and not a rounding cast: a compiler may take a cast to bfloat16 and
-  back for nothing, which would leave nothing for the other parts.
-  """
+
+def split(x, dtype, parts, rounded=_rounded):
+  """float32 -> arrays of the dtype that sum to it, 8 bits or more in each."""
   if dtype != jnp.bfloat16:
     return [x]
   result = []
   for _ in range(parts):
-    bits = lax.bitcast_convert_type(x, jnp.int32)
-    part = lax.bitcast_convert_type(bits & -65536, jnp.float32)
+    part = rounded(x)
     result.append(part.astype(jnp.bfloat16))
     x = x - part
   return result
@@ -100,16 +105,12 @@ def _chunk_rows(refs, t, column, width):
   return rows
 
 
-def _squares(refs, t, width):
-  """Partial sums of v^2 over the columns, [(r, t), <= 128], as a list."""
-  full, rest = None, []
-  for column, size in _columns(width, LANES):
-    v = _rows(refs, t, column, size).astype(jnp.float32)
-    if size < LANES:
-      rest.append(v * v)
-    else:
-      full = v * v if full is None else full + v * v
-  return ([] if full is None else [full]) + rest
+def _add_squares(squares, v):
+  """Adds v^2 to {columns: [rows, columns]}, LANES columns at a time."""
+  for column, size in _columns(v.shape[1], LANES):
+    piece = v[:, column : column + size].astype(jnp.float32)
+    piece = piece * piece
+    squares[size] = squares[size] + piece if size in squares else piece
 
 
 def forward(
@@ -120,6 +121,7 @@ def forward(
   eps,
   k_chunk,
   n_chunk,
+  unroll,
   deep_mxu,
 ):
   """Outputs: Q of [tile, D]; max, sum [1, Q, tile]; inverse RMS of every
@@ -137,17 +139,20 @@ def forward(
 
   def logits(chunk, t):
     """([Qp, (r, t)], [1, (r, t)]): logits and inverse RMS of a chunk."""
-    dots = None
+    # Both sums over the columns side by side: one keeps the matrix units
+    # busy, the other the vector units.
+    dots, squares = None, {}
     for column, size in _columns(width, k_chunk):
       v = _chunk_rows(chunk, t, column, size)
       piece = dot(parts_ref[:, pl.ds(column, size)], v, NT)
       dots = piece if dots is None else dots + piece
+      if eps is not None:
+        _add_squares(squares, v[: len(chunk) * GROUP])
     dots = _sum([dots[i * padded : (i + 1) * padded] for i in range(parts)])
-    if eps is None:
-      inverse = jnp.ones((1, LANES), jnp.float32)
-    else:
+    inverse = jnp.ones((1, LANES), jnp.float32)
+    if eps is not None:
       total = jnp.zeros((1, LANES), jnp.float32)
-      for square in _squares(chunk, t, width):
+      for square in squares.values():
         missing = LANES - square.shape[0]
         if missing:
           zeros = jnp.zeros((missing, square.shape[1]), jnp.float32)
@@ -198,14 +203,18 @@ def forward(
       return product
     return [p[:GROUP] + p[GROUP:] for p in product]
 
-  def group(g, carry):
-    t = pl.multiple_of(g * GROUP, GROUP)
-    scores, inverses = zip(*[logits(c, t) for c in chunks], strict=True)
+  def normalise(scores):
+    """Softmax over all chunks: (left factors, max, sum)."""
     largest = _over_slots(functools.reduce(jnp.maximum, scores), jnp.maximum)
     exps = [jnp.exp(s - largest) for s in scores]
     total = _over_slots(_sum(exps), jnp.add)
     share = 1.0 / total
-    rows = [weight_rows(e * share, c) for e, c in zip(exps, chunks, strict=True)]
+    rows = [
+      weight_rows(e * share, c) for e, c in zip(exps, chunks, strict=True)
+    ]
+    return rows, largest, total
+
+  def mix(rows, t):
     for column, size in _columns(width, n_chunk):
       shares = [
         mixed(x, c, t, column, size) for x, c in zip(rows, chunks, strict=True)
@@ -213,18 +222,31 @@ def forward(
       for i, out in enumerate(outs):
         value = _sum([s[i] for s in shares])
         out[pl.ds(t, GROUP), pl.ds(column, size)] = value.astype(dtype)
-    if inverse_ref:
-      block = jnp.concatenate(inverses, axis=0)
-      start = pl.multiple_of(g * len(chunks), len(chunks))
-      inverse_ref[0][0, pl.ds(start, len(chunks)), :] = block
-    here = lane // GROUP == g
-    return tuple(
-      jnp.where(here, new, old)
-      for new, old in zip((largest, total), carry, strict=True)
-    )
+
+  def groups(i, carry):
+    numbers = [i * unroll + k for k in range(unroll)]
+    starts = [pl.multiple_of(g * GROUP, GROUP) for g in numbers]
+    # Stage by stage, so that one group's latencies hide behind another's work.
+    scored = [[logits(c, t) for c in chunks] for t in starts]
+    shares = [normalise([scores for scores, _ in x]) for x in scored]
+    for g, t, x, (rows, largest, total) in zip(
+      numbers, starts, scored, shares, strict=True
+    ):
+      mix(rows, t)
+      if inverse_ref:
+        block = jnp.concatenate([inverse for _, inverse in x], axis=0)
+        start = pl.multiple_of(g * len(chunks), len(chunks))
+        inverse_ref[0][0, pl.ds(start, len(chunks)), :] = block
+      here = lane // GROUP == g
+      carry = tuple(
+        jnp.where(here, new, old)
+        for new, old in zip((largest, total), carry, strict=True)
+      )
+    return carry
 
   zeros = jnp.zeros((padded, LANES), jnp.float32)
-  largest, total = lax.fori_loop(0, tile // GROUP, group, (zeros, zeros))
+  trips = tile // GROUP // unroll
+  largest, total = lax.fori_loop(0, trips, groups, (zeros, zeros))
   max_ref[0] = largest[:q, :tile]
   sum_ref[0] = total[:q, :tile]
 
