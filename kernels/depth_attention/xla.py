@@ -50,7 +50,7 @@ def merge(
   return _merge(query, attended, recent, update, norm_scale, options, dtypes)
 
 
-def _not_inlined(static=()):
+def not_inlined(static=()):
   """Compiles a function as one call whose operands and results are arrays.
 
   XLA on CPU drops optimization barriers and then fuses every producer into all
@@ -112,7 +112,7 @@ def _attend_backward(eps, saved, d_attended):
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-@_not_inlined(static=(2,))
+@not_inlined(static=(2,))
 def _score(queries, v, eps):
   """Logits [..., T, Q] of a source, and its 1 / RMS (None without a norm)."""
   v = _wide(v)
@@ -123,7 +123,7 @@ def _score(queries, v, eps):
   return dots * n[..., None], n
 
 
-@_not_inlined()
+@not_inlined()
 def _average(logits, sources):
   """(Attended of each query, weights)."""
   largest = logits.max(0)
@@ -142,20 +142,20 @@ def _average(logits, sources):
   return attended, weights
 
 
-@_not_inlined()
+@not_inlined()
 def _dots(d_outs, v):
   """Derivatives [..., T, Q] of a source's weights."""
   return jnp.stack([_dot(d, v) for d in d_outs], -1)
 
 
-@_not_inlined()
+@not_inlined()
 def _d_logits(weights, d_weights, sums, d_sums):
   pairs = zip(sums, d_sums, strict=True)
   d_log_sums = jnp.stack([s * d for s, d in pairs], -1)
   return _through_softmax(weights, d_weights) + weights * d_log_sums
 
 
-@_not_inlined()
+@not_inlined()
 def _d_source(queries, v, d_outs, weights, d_logits, logits, inverse):
   """One source's part of the queries' cotangents, and its own."""
   d_dots = d_logits if inverse is None else d_logits * inverse[..., None]
@@ -225,7 +225,7 @@ def _merge_backward(options, dtypes, saved, d_merged):
 _merge.defvjp(_merge_forward, _merge_backward)
 
 
-@_not_inlined(static=(5,))
+@not_inlined(static=(5,))
 def _join(query, attended, recent, update, norm_scale, options):
   """(Merged, per-token scalars that the backward pass wants)."""
   values = [_wide(v) for v in recent]
@@ -264,7 +264,7 @@ def _join(query, attended, recent, update, norm_scale, options):
   return merged, (logits, inverse, weights, norm_inverse)
 
 
-@_not_inlined(static=(7, 8))
+@not_inlined(static=(7, 8))
 def _d_join(
   query, attended, recent, parts, norm_scale, scalars, d_merged, options, dtypes
 ):

@@ -16,7 +16,7 @@ from tests.kernels.cases import attend_case, check, merge_case, normal
 
 # No deadline: a new shape is compiled. Derandomised: the same shapes each run,
 # so that their programs come from the compilation cache.
-few = settings(max_examples=8, deadline=None, derandomize=True, database=None)
+few = settings(max_examples=6, deadline=None, derandomize=True, database=None)
 dtypes = st.sampled_from(["float32", "bfloat16"])
 leads = st.sampled_from([(), (1,), (2,), (2, 1)])
 eps_values = st.sampled_from([cases.EPS, None])
@@ -31,7 +31,7 @@ implementations = pytest.mark.parametrize(
   [
     ((1, 1, 1, 64), "float32"),
     ((2, 6, 7, 96), "bfloat16"),
-    ((9, 12, 63, 120), "float32"),
+    ((2, 12, 63, 120), "float32"),
     ((10, 1, 65, 1000), "bfloat16"),
     ((9, 6, 100, 1168), "float32"),
     ((2, 1, 1000, 1536), "bfloat16"),
@@ -176,7 +176,7 @@ def two_phases(c, sources, norm_scale, cut, implementation):
   ).normed  # fmt: skip
 
 
-@pytest.mark.parametrize("cut", [0, 1, 3, 4])
+@pytest.mark.parametrize("cut", [0, 2, 4])
 @implementations
 def test_two_phases_equal_one(implementation, cut):
   """Wherever the sources are cut, in value and in every gradient."""
