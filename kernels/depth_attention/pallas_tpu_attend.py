@@ -72,9 +72,9 @@ def _attend(queries, sources, eps):
 
 
 def _attend_fwd(queries, sources, eps):
-  results, inverse = _forward(queries, sources, eps, save=True)
+  results, saved = _forward(queries, sources, eps, save=True)
   _, largest, total = results
-  return results, (queries, sources, inverse, largest, total)
+  return results, (queries, sources, *saved, largest + jnp.log(total), total)
 
 
 def _attend_bwd(eps, saved, cotangents):
@@ -107,9 +107,10 @@ def plan(
   deep = info.mxu_column_size == 256
   # Wide products of few columns leave the four small matrix units of a v5
   # waiting; many columns cost registers.
-  chunk = 512 if direction == "backward" and not deep else 256
+  long = direction == "backward" or width >= 4096
+  chunk = 512 if long and not deep else 256
   k_chunk = tuned.get("k_chunk", chunk)
-  n_chunk = tuned.get("n_chunk", chunk)
+  n_chunk = tuned.get("n_chunk", 256 if direction == "forward" else chunk)
   budget = chips.vmem_budget()
   sizes = [tuned["tile"]] if "tile" in tuned else TILES
   for tile in sizes:
@@ -147,14 +148,14 @@ def _vmem_bytes(direction, r, q, width, dtype, tile, unroll):
     total += 4 * q * GROUP * 256 * 4
     return total
   span = _round(q * GROUP + rows, LANES)
-  total += 2 * rows * lanes * item  # query parts again
   total += 2 * (2 * r + q) * block  # sources, cotangents, derivatives
   total += 2 * rows * lanes * 4  # derivative of the queries
   total += 2 * tile * _round(r, LANES) * 4  # 1 / RMS
+  total += 2 * tile // GROUP * _round(r, 8) * span * 4  # logits
   total += 4 * _round(tile // GROUP, 8) * span * 4  # log-sum-exp, cotangent
-  total += 4 * span * span * item  # 0/1 matrices
-  # Products, weights, scores and left factors of the groups in flight.
-  total += unroll * r * GROUP * span * (4 * 4 + 2 * item)
+  total += 2 * span * span * item  # gather
+  # Products, weights and left factors of the groups in flight.
+  total += unroll * r * GROUP * span * (3 * 4 + 2 * item)
   return total
 
 
@@ -215,10 +216,12 @@ def _forward(queries, sources, eps, save):
   out_shape += [scalar_shape] * 2
   if save:
     rows = cut.tile // GROUP * -(-r // CHUNK)
-    out_specs.append(pl.BlockSpec((1, rows, LANES), lambda i: (i, 0, 0)))
-    out_shape.append(jax.ShapeDtypeStruct((steps, rows, LANES), jnp.float32))
+    for block in ((rows, LANES), (rows, q, LANES)):  # inverse RMS, logits
+      zeros = (0,) * len(block)
+      out_specs.append(pl.BlockSpec((1, *block), lambda i, z=zeros: (i, *z)))
+      out_shape.append(jax.ShapeDtypeStruct((steps, *block), jnp.float32))
   moved = (r + q) * sources[0].size * dtype.itemsize
-  *outs, largest, total = results = pl.pallas_call(
+  results = pl.pallas_call(
     functools.partial(
       kernel.forward,
       num_sources=r,
@@ -242,21 +245,23 @@ def _forward(queries, sources, eps, save):
     interpret=chips.interpret_mode(),
     name="attnres_attend_forward",
   )(parts, *sources)
-  inverse = None
-  if save:
-    largest, total, inverse = results[q:]
-    inverse = inverse.reshape(steps, -1, -(-r // CHUNK), CHUNK, GROUP)
-    inverse = inverse.transpose(0, 1, 4, 2, 3).reshape(steps * cut.tile, -1)
-    inverse = inverse[:tokens, :r]
-  outs = [x[:tokens] for x in results[:q]]
+  outs, (largest, total, *saved) = results[:q], results[q:]
   largest, total = (
     x.transpose(1, 0, 2).reshape(q, -1)[:, :tokens] for x in (largest, total)
   )
-  return (outs, largest, total), inverse
+  if save:  # to [T, R] and [T, R, Q]
+    saved = [
+      x.reshape(steps, cut.tile // GROUP, -(-r // CHUNK), -1, CHUNK, GROUP)
+      .transpose(0, 1, 5, 2, 4, 3)
+      .reshape(steps * cut.tile, -(-r // CHUNK) * CHUNK, -1)[:tokens, :r]
+      for x in saved
+    ]
+    saved[0] = saved[0][..., 0]
+  return ([x[:tokens] for x in outs], largest, total), saved
 
 
 def _backward(saved, cotangents, eps):
-  queries, sources, inverse, largest, total = saved
+  queries, sources, inverse, scores, lse, total = saved
   d_outs, _, d_total = cotangents  # the shift carries no derivative
   tokens, width = sources[0].shape
   dtype = sources[0].dtype
@@ -264,41 +269,36 @@ def _backward(saved, cotangents, eps):
   cut = plan("backward", r, q, width, dtype, tokens)
   tile = cut.tile
   cores = 1 if -(-tokens // tile) % CORES else CORES
-  sources = [_pad(v, tile * cores) for v in sources]
-  d_outs = [_pad(d, tile * cores) for d in d_outs]
-  inverse = _pad(inverse, tile * cores)
+  sources = [_pad(v, tile) for v in sources]
+  d_outs = [_pad(d, tile) for d in d_outs]
   steps = sources[0].shape[0] // tile // cores
-  parts = _query_rows(queries, dtype)
   # u c = (high + low) (high + middle) to 16 bits, one row for each product.
   pairs = _query_rows(queries, dtype, order=(0, 1, 0))
-  count, lanes = parts.shape[0], q * GROUP
+  count, lanes = pairs.shape[0], q * GROUP
   first = lanes // LANES * LANES
-  # Lane (q, t) of every query part p: which lane holds part p of query q.
-  owner = jnp.arange(lanes + count) // GROUP  # query of a lane; >= Q: none
+  # Lane (q, t) goes to the lane of every part of query q.
   column = jnp.arange(first, lanes + count) - lanes
-  valid = (column >= 0) & (column < num_parts(dtype) * q)
-  member = jnp.where(valid, column % q, -1)
-  match = owner[None, :] == member[:, None]
-  spread = match.astype(dtype)
-  gather = match.T.astype(dtype)
+  part_of = jnp.where((column >= 0) & (column < num_parts(dtype) * q),
+                      column % q, -1)  # fmt: skip
+  gather = jnp.arange(lanes)[:, None] // GROUP == part_of[None, :]
+  gather = gather.astype(dtype)
 
-  def by_group(x):  # [Q, T] -> [steps, groups, W], lanes (q, t)
-    x = _pad(x, tile * cores, axis=1)
-    x = x.reshape(q, cores * steps, tile // GROUP, GROUP)
-    x = x.transpose(1, 2, 0, 3).reshape(cores * steps, tile // GROUP, lanes)
-    return jnp.pad(x, ((0, 0), (0, 0), (0, count)))
+  def by_group(x):  # [T, .., Q] -> [steps, groups, .., (q, t)]
+    x = _pad(x, tile).reshape(-1, tile // GROUP, GROUP, *x.shape[1:])
+    return jnp.moveaxis(x, 2, -1).reshape(*x.shape[:2], *x.shape[3:-1], lanes)
 
-  lse = by_group(largest + jnp.log(total))
+  inverse, scores = _pad(inverse, tile), by_group(scores)
   # sum is exp(lse - max) with the shift held fixed.
-  d_lse = by_group(d_total * total)
+  lse, d_lse = (by_group(x.T) for x in (lse, d_total * total))
 
   def fixed(x):
     return pl.BlockSpec(x.shape, lambda i, j: (0, 0))
 
+  def stepwise(x):
+    zeros = (0,) * (x.ndim - 1)
+    return pl.BlockSpec((1, *x.shape[1:]), lambda i, j: (i * steps + j, *zeros))
+
   by_token = pl.BlockSpec((tile, width), lambda i, j: (i * steps + j, 0))
-  scalars = pl.BlockSpec(
-    (1, *lse.shape[1:]), lambda i, j: (i * steps + j, 0, 0)
-  )
   size = sources[0].size
   *d_sources, d_pairs = pl.pallas_call(
     functools.partial(
@@ -313,10 +313,10 @@ def _backward(saved, cotangents, eps):
     ),
     grid=(cores, steps),
     in_specs=[
-      *(fixed(x) for x in (parts, pairs, spread, gather)),
+      fixed(pairs),
+      fixed(gather),
       pl.BlockSpec((tile, r), lambda i, j: (i * steps + j, 0)),
-      scalars,
-      scalars,
+      *(stepwise(x) for x in (scores, lse, d_lse)),
       *[by_token] * (r + q),
     ],
     out_specs=[by_token] * r
@@ -331,7 +331,7 @@ def _backward(saved, cotangents, eps):
     ),
     interpret=chips.interpret_mode(),
     name="attnres_attend_backward",
-  )(parts, pairs, spread, gather, inverse, lse, d_lse, *sources, *d_outs)
+  )(pairs, gather, inverse, scores, lse, d_lse, *sources, *d_outs)
   d_pairs = d_pairs.sum(0)
   d_queries = d_pairs[:q]  # high part times the sources
   if dtype == jnp.bfloat16:

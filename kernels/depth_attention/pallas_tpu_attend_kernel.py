@@ -124,11 +124,12 @@ def forward(
   unroll,
   deep_mxu,
 ):
-  """Outputs: Q of [tile, D]; max, sum [1, Q, tile]; inverse RMS of every
-  source [1, groups * chunks, (r, t)], if it is asked for by one ref more."""
+  """Outputs: Q of [tile, D]; max, sum [1, Q, tile]; with two refs more, what
+  the derivative needs: inverse RMS of every source [1, groups * chunks, (r, t)]
+  and logits [1, groups * chunks, Q, (r, t)]."""
   r, q = num_sources, num_queries
   sources, refs = refs[:r], refs[r:]
-  outs, (max_ref, sum_ref, *inverse_ref) = refs[:q], refs[q:]
+  outs, (max_ref, sum_ref, *saved_refs) = refs[:q], refs[q:]
   tile, width = sources[0].shape
   dtype = sources[0].dtype
   parts = num_parts(dtype)
@@ -233,10 +234,12 @@ def forward(
       numbers, starts, scored, shares, strict=True
     ):
       mix(rows, t)
-      if inverse_ref:
-        block = jnp.concatenate([inverse for _, inverse in x], axis=0)
-        start = pl.multiple_of(g * len(chunks), len(chunks))
-        inverse_ref[0][0, pl.ds(start, len(chunks)), :] = block
+      if saved_refs:
+        inverse_ref, score_ref = saved_refs
+        for k, (scores, inverse) in enumerate(x):
+          at = g * len(chunks) + k
+          inverse_ref[0, pl.ds(at, 1), :] = inverse
+          score_ref[0, at] = scores[:q]
       here = lane // GROUP == g
       carry = tuple(
         jnp.where(here, new, old)
@@ -252,13 +255,12 @@ def forward(
 
 
 def backward(
-  parts_ref,  # [C, D]: parts of the queries, for the logits
-  pairs_ref,  # [C, D]: parts of the queries, for the derivative
-  spread_ref,  # [.., W] 0/1: query rows -> lanes (q, t)
-  gather_ref,  # [W, ..] 0/1: lanes (q, t) -> one lane per part and query
+  pairs_ref,  # [C, D]: parts of the queries
+  gather_ref,  # [(q, t), ..] 0/1: a query's lanes -> one lane for each part
   inverse_ref,  # [tile, R]: inverse RMS of the sources
-  lse_ref,  # [1, groups, W]: max + log sum of the forward pass
-  dlse_ref,  # [1, groups, W]: cotangent of the same
+  score_ref,  # [1, groups, R, (q, t)]: logits of the forward pass
+  lse_ref,  # [1, groups, (q, t)]: max + log sum of the forward pass
+  dlse_ref,  # [1, groups, (q, t)]: cotangent of the same
   *refs,  # R sources, Q cotangents [tile, D]; then the outputs below
   num_sources,
   num_queries,
@@ -268,75 +270,76 @@ def backward(
   unroll,
   block,
 ):
-  """Outputs: R of [tile, D]; [1, C, D] float32, the derivative of `pairs`."""
+  """Outputs: R of [tile, D]; [1, C, D] float32, the derivative of `pairs`.
+
+  With u = the derivative of the dots and p = the weights, per token
+
+    d_source = sum_q p_q d_out_q + u_q query_q - (..) source
+    d_query  = sum over sources and tokens of u source
+  """
   r, q = num_sources, num_queries
   sources, d_outs, refs = refs[:r], refs[r : r + q], refs[r + q :]
   d_sources, d_pairs = refs[:r], refs[r]
   tile, width = sources[0].shape
   dtype = sources[0].dtype
-  lanes = q * GROUP
-  count = parts_ref.shape[0]
-  first = lanes // LANES * LANES  # the tile of lanes where the queries start
+  lanes, count = q * GROUP, pairs_ref.shape[0]
+  first = lanes // LANES * LANES  # the tile of lanes where the parts begin
   blocks = [range(i, min(i + block, r)) for i in range(0, r, block)]
-  own = _iota((GROUP, lanes + count), 1)
-  own = (own % GROUP == _iota(own.shape, 0)) & (own < lanes)
+  same_token = _iota((GROUP, lanes), 1) % GROUP == _iota((GROUP, lanes), 0)
 
   @pl.when(pl.program_id(1) == 0)
   def _():
     d_pairs[...] = jnp.zeros_like(d_pairs)
 
-  def right(ref, t, column, size):
-    """[(q, t) and query parts, size]: what both products share."""
-    rows = _rows(d_outs, t, column, size)
-    return jnp.concatenate([rows, ref[:, pl.ds(column, size)]], axis=0)
+  def diagonal(row):
+    """[1, (q, t)] -> [t', (q, t)], zero unless t = t'."""
+    return jnp.where(same_token, row, 0.0)
 
-  def dots(t):
-    """Per block [(r, t'), W]: v . d_out of all token pairs, v . query."""
+  def members_at(members, t, column, size):
+    return _rows([sources[i] for i in members], t, column, size)
+
+  def products(t):
+    """Per block [(r, t'), (q, t)]: v . d_out of all pairs of tokens."""
     result = [None] * len(blocks)
     for column, size in _columns(width, k_chunk):
-      rhs = right(parts_ref, t, column, size)
+      rhs = _rows(d_outs, t, column, size)
       for b, members in enumerate(blocks):
-        v = _rows([sources[i] for i in members], t, column, size)
-        piece = dot(v, rhs, NT)
+        piece = dot(members_at(members, t, column, size), rhs, NT)
         result[b] = piece if result[b] is None else result[b] + piece
-    return result
+    return jnp.concatenate(result, axis=0)
 
-  def derivative(g, t, products):
-    """-> per block (left factor [(r, t), W], its query rows transposed), and
-    per source the factor of v in its own derivative (or None)."""
+  def derivative(g, t, product):
+    """-> per block (left factor [(r, t), (q, t) + C], its last rows turned
+    [C, (r, t)]), and per source the factor of v in its own derivative."""
+    cuts = [slice(i * GROUP, (i + 1) * GROUP) for i in range(r)]
+    d_weights = jnp.concatenate(
+      [
+        jnp.sum(jnp.where(same_token, product[c], 0.0), axis=0, keepdims=True)
+        for c in cuts
+      ],
+      axis=0,
+    )
+    scores = score_ref[0, g]
+    weights = jnp.exp(scores - lse_ref[0, pl.ds(g, 1), :])
+    mean = jnp.sum(weights * d_weights, axis=0, keepdims=True)
+    d_scores = weights * (d_weights - mean + dlse_ref[0, pl.ds(g, 1), :])
     norms = inverse_ref[pl.ds(t, GROUP), :]
     inverse = [norms[:, i : i + 1] for i in range(r)]
-    lse, d_lse = lse_ref[0, pl.ds(g, 1), :], dlse_ref[0, pl.ds(g, 1), :]
-    scores, d_weights = [], []
-    for members, x in zip(blocks, products, strict=True):
-      height = len(members) * GROUP
-      stacked = jnp.concatenate(split(x[:, first:], dtype, 3), axis=0)
-      spread = dot(stacked, spread_ref[...])
-      spread = _sum(
-        [spread[i : i + height] for i in range(0, len(spread), height)]
-      )
-      for k, i in enumerate(members):
-        cut = slice(k * GROUP, (k + 1) * GROUP)
-        scores.append(spread[cut] * inverse[i])
-        d_weights.append(x[cut])
-    weights = [jnp.where(own, jnp.exp(s - lse), 0.0) for s in scores]
-    mean = _sum([w * d for w, d in zip(weights, d_weights, strict=True)])
-    shift = d_lse - jnp.sum(mean, axis=0, keepdims=True)
-    d_scores = [
-      w * (d + shift) for w, d in zip(weights, d_weights, strict=True)
-    ]
+    left = [diagonal(weights[i : i + 1]) for i in range(r)]
+    d_dots = [diagonal(d_scores[i : i + 1]) * inverse[i] for i in range(r)]
     radial = [None] * r
     if eps is not None:
       radial = [
-        jnp.sum(d * s, axis=1, keepdims=True) * n * n * (-1.0 / width)
-        for d, s, n in zip(d_scores, scores, inverse, strict=True)
+        jnp.sum(d * scores[i : i + 1], axis=1, keepdims=True)
+        * (inverse[i] * (-1.0 / width))
+        for i, d in enumerate(d_dots)
       ]
     factors = []
     lane = _iota((1, lanes + count - first), 1) + first - lanes
     for members in blocks:
       height = len(members) * GROUP
-      d_dots = jnp.concatenate([d_scores[i] * inverse[i] for i in members], 0)
-      stacked = jnp.concatenate(split(d_dots, dtype, 2), axis=0)
+      stacked = jnp.concatenate([d_dots[i] for i in members], axis=0)
+      stacked = jnp.concatenate(split(stacked, dtype, 2), axis=0)
       gathered = dot(stacked, gather_ref[...])
       gathered = _sum(
         [gathered[i : i + height] for i in range(0, len(gathered), height)]
@@ -344,20 +347,28 @@ def backward(
       if dtype == jnp.bfloat16:  # (high, high, low) parts, as in `pairs`
         high, low = (x.astype(jnp.float32) for x in split(gathered, dtype, 2))
         gathered = jnp.where(lane < 2 * q, high, low)
-      left = jnp.concatenate([weights[i] for i in members], axis=0)
-      last = (left[:, first:] + gathered).astype(dtype)
-      turned = last.T[lanes - first : lanes - first + count]
+      rows = jnp.concatenate([left[i] for i in members], axis=0)
+      if lanes > first:
+        last = jnp.pad(rows[:, first:], ((0, 0), (0, count)))
+        gathered = gathered + last
+      gathered = gathered.astype(dtype)
+      turned = gathered.T[lanes - first : lanes - first + count]
       if first:
-        last = jnp.concatenate([left[:, :first].astype(dtype), last], axis=1)
-      factors.append((last, turned))
+        gathered = jnp.concatenate(
+          [rows[:, :first].astype(dtype), gathered], axis=1
+        )
+      factors.append((gathered, turned))
     return factors, radial
 
   def finish(t, factors, radial, column, size):
     """Writes the sources' derivatives; returns that of `pairs`."""
-    rhs = right(pairs_ref, t, column, size)
+    rhs = jnp.concatenate(
+      [_rows(d_outs, t, column, size), pairs_ref[:, pl.ds(column, size)]],
+      axis=0,
+    )
     d_queries = []
     for members, (left, turned) in zip(blocks, factors, strict=True):
-      v = _rows([sources[i] for i in members], t, column, size)
+      v = members_at(members, t, column, size)
       d_v = dot(left, rhs)
       for k, i in enumerate(members):
         cut = slice(k * GROUP, (k + 1) * GROUP)
@@ -371,11 +382,10 @@ def backward(
   def groups(i, carry):
     numbers = [i * unroll + k for k in range(unroll)]
     starts = [pl.multiple_of(g * GROUP, GROUP) for g in numbers]
-    # Stage by stage, so that one group's latencies hide behind another's work.
-    products = [dots(t) for t in starts]
+    multiplied = [products(t) for t in starts]
     stages = [
       derivative(g, t, x)
-      for g, t, x in zip(numbers, starts, products, strict=True)
+      for g, t, x in zip(numbers, starts, multiplied, strict=True)
     ]
     for column, size in _columns(width, n_chunk):
       d_pairs[0, :, pl.ds(column, size)] += _sum(
