@@ -28,6 +28,15 @@ help:
 	@echo "PYTHON=python3.12 picks the interpreter; ABLATION=figure6,size=tiny"
 	@echo "picks another table."
 
+# The TPU compiler, in the version that the installed jax names. It stays out of
+# the environment's packages: there, every start of jax would look for a TPU.
+define LIBTPU
+from importlib.metadata import requires
+(name,) = (r for r in requires("jax") if r.startswith("libtpu"))
+print(name.split(";")[0])
+endef
+export LIBTPU
+
 # A venv whose interpreter is gone (say, after an upgrade) is made again.
 env:
 	@$(BIN) -c "" 2>/dev/null || rm -f $(STAMP)
@@ -49,6 +58,8 @@ $(STAMP): setup.py
 	  "(some 100 packages, 1-3 minutes) =="
 	@PYTHONWARNINGS=ignore $(BIN) -m pip install --quiet --disable-pip-version-check \
 	  --editable ".[dev]"
+	@PYTHONWARNINGS=ignore $(BIN) -m pip install --quiet --disable-pip-version-check \
+	  --no-deps --upgrade --target $(VENV)/libtpu "$$($(BIN) -c "$$LIBTPU")"
 	@touch $@
 
 ablation: env

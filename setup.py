@@ -52,7 +52,6 @@ setup(
     "dev": [
       *HF,
       "hypothesis>=6.100",
-      "jax[tpu]>=0.10.2",  # the TPU compiler: kernels compile without a TPU
       "pytest>=8.3",
       "pytest-xdist>=3.6",
       "ruff>=0.17,<0.18",  # another minor release formats differently
