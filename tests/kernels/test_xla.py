@@ -1,7 +1,5 @@
 """Every implementation that runs on a CPU against the float64 oracle."""
 
-import logging
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnres_kernels.depth_attention import api, reference, xla
-from attnres_kernels.depth_attention.types import Attended, MergeOptions
+from attnres_kernels.depth_attention.types import MergeOptions
 from tests.kernels import cases
 from tests.kernels.cases import attend_case, check, merge_case, normal
 
@@ -277,84 +275,60 @@ def test_xla_keeps_no_keys_for_the_backward_pass(op, kept):
   assert sum(shape[-1:] == (96,) for shape in shapes) == kept, shapes
 
 
-def test_default_is_xla_off_tpu_and_says_so_once(caplog):
-  api._log_once.cache_clear()
-  case = SMALL["attend"]()
-  with caplog.at_level(logging.INFO, logger=api.__name__):
-    for _ in range(2):
-      got = api.attend(**case.arrays, **case.static)
-  want = api.attend(**case.arrays, **case.static, implementation="xla")
-  jax.tree.map(np.testing.assert_array_equal, got, want)
-  (record,) = caplog.records
-  assert "attend: implementation xla (the platform is cpu)" in (
-    record.getMessage()
+SHARDED = """
+import re
+import functools
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from attnres_kernels.depth_attention import api
+from tests.kernels import cases
+
+mesh = jax.make_mesh((4,), ("seq",), axis_types=(AxisType.Auto,))
+copies, tokens = P(), P(None, "seq")
+arrays = cases.attend_case(4, 2, 16, 32, lead=(2,)).arrays
+inputs = arrays["queries"], arrays["sources"]
+
+
+def block(queries, sources, implementation):
+  kwargs = dict(eps=cases.EPS, implementation=implementation)
+  _, attended = api.attend(queries, sources[:2], **kwargs)
+  merged = api.merge(
+    queries[1], attended, sources[2:3], sources[3], norm_eps=1e-5, **kwargs
   )
+  return merged.normed, merged.total
 
 
-V, W = jnp.ones((2, 3, 8)), jnp.ones((1, 8))
-DONE = Attended(V, V[..., 0], V[..., 0])
-ERRORS = {
-  "no_sources": (
-    lambda: api.attend(W, [], eps=1e-5),
-    r"got no sources: expected at least one",
-  ),
-  "query_width": (
-    lambda: api.attend(jnp.ones((1, 7)), [V], eps=1e-5),
-    r"got queries of shape \(1, 7\): expected \[Q, 8\]",
-  ),
-  "no_queries": (
-    lambda: api.attend(jnp.ones((0, 8)), [V], eps=1e-5),
-    r"got queries of shape \(0, 8\): .* Q >= 1",
-  ),
-  "shapes": (
-    lambda: api.attend(W, [V, V[:1]], eps=1e-5),
-    r"got sources of shapes .*: expected one shape .* number 1 differs",
-  ),
-  "no_tokens_axis": (
-    lambda: api.attend(W, [jnp.ones(8)], eps=1e-5),
-    r"expected one shape \[..., T, D\]; number 0 differs",
-  ),
-  "dtypes": (
-    lambda: api.attend(W, [V, V.astype("bfloat16")], eps=1e-5),
-    r"\['float32', 'bfloat16'\]: expected one dtype; cast",
-  ),
-  "integers": (
-    lambda: api.attend(W, [V.astype("int32")], eps=1e-5),
-    r"got sources of dtype int32: expected floating",
-  ),
-  "scales": (
-    lambda: api.attend(W, [V], scales=jnp.ones((2, 8)), eps=1e-5),
-    r"got scales of shape \(2, 8\): expected \(1, 8\)",
-  ),
-  "implementation": (
-    lambda: api.attend(W, [V], eps=1e-5, implementation="cuda"),
-    r"got implementation 'cuda': expected None or one of reference, xla",
-  ),
-  "nothing_to_merge": (
-    lambda: api.merge(W[0], None, [], eps=1e-5),
-    r"got 0 recent sources, attended absent, update absent: expected",
-  ),
-  "update_alone": (
-    lambda: api.merge(W[0], DONE, [], V, eps=1e-5),
-    r"got 0 recent sources, attended present, update present: expected",
-  ),
-  "merge_width": (
-    lambda: api.merge(W[0, :5], DONE, [V], eps=1e-5),
-    r"got query of shape \(5,\): expected \(8,\)",
-  ),
-  "norm_scale": (
-    lambda: api.merge(W[0], DONE, [V], norm_scale=W, eps=1e-5),
-    r"got norm_scale of shape \(1, 8\): expected \(8,\)",
-  ),
-  "merge_shapes": (
-    lambda: api.merge(W[0], DONE, [V[:, :2]], eps=1e-5),
-    r"got attended.out, recent and update of shapes .*: expected one shape",
-  ),
-}
+def gradient(f):
+  loss = lambda *x: sum(jnp.sin(y).sum() for y in f(*x))
+  return jax.grad(loss, argnums=(0, 1))
 
 
-@pytest.mark.parametrize("error", ERRORS)
-def test_errors_say_got_and_expected(error):
-  call, match = ERRORS[error]
-  with pytest.raises(ValueError, match=match):
-    call()
+for implementation in cases.IMPLEMENTATIONS_UNDER_TEST:
+  with cases.context(implementation):
+    f = functools.partial(block, implementation=implementation)
+    want = f(*inputs), gradient(f)(*inputs)
+    mapped = jax.shard_map(
+      f, mesh=mesh, in_specs=(copies, tokens), out_specs=tokens,
+      check_vma=False,
+    )
+    placed = jax.device_put(inputs, (
+      NamedSharding(mesh, copies), NamedSharding(mesh, tokens)
+    ))
+    calls = dict(mapped=mapped)
+    if implementation == "xla":
+      calls["automatic"] = f  # kernels need shard_map
+    for name, call in calls.items():
+      forward = jax.jit(call).lower(*placed).compile()
+      assert not re.findall("all-|collective-", forward.as_text()), name
+      backward = jax.jit(gradient(call)).lower(*placed).compile()
+      text = backward.as_text()
+      assert not re.findall("all-gather|all-to-all|collective-", text), name
+      got = forward(*placed), backward(*placed)
+      cases.compare(f"{implementation} {name}", got, want)
+print("checked")
+"""
+
+
+def test_sharded_tokens_equal_unsharded_without_communication(run_python):
+  """Only the queries' gradients are summed over devices."""
+  assert "checked" in run_python(SHARDED, devices=4)
