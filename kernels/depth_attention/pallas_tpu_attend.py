@@ -105,12 +105,11 @@ def plan(
   key = f"attend_{direction},R{r},Q{q},D{width},{dtype}"
   tuned = chips.tuned(key)
   deep = info.mxu_column_size == 256
-  # Wide products of few columns leave the four small matrix units of a v5
-  # waiting; many columns cost registers.
+  # Sums over few columns leave the four small matrix units of a v5 waiting.
   long = direction == "backward" or width >= 4096
   chunk = 512 if long and not deep else 256
   k_chunk = tuned.get("k_chunk", chunk)
-  n_chunk = tuned.get("n_chunk", 256 if direction == "forward" else chunk)
+  n_chunk = tuned.get("n_chunk", 256)
   budget = chips.vmem_budget()
   sizes = [tuned["tile"]] if "tile" in tuned else TILES
   for tile in sizes:
@@ -173,6 +172,17 @@ def _pad(x, tile, axis=0):
   return jnp.pad(x, widths)
 
 
+def _bytes(*arrays) -> int:
+  """HBM bytes of arrays that move once, as they lie there: in tiles of 8 rows
+  and 128 columns."""
+  total = 0
+  for x in arrays:
+    *lead, rows, columns = x.shape
+    size = _round(rows, 8) * _round(columns, LANES) * x.dtype.itemsize
+    total += functools.reduce(lambda a, b: a * b, lead, size)
+  return total
+
+
 def _params(semantics):
   return pltpu.CompilerParams(
     dimension_semantics=semantics, vmem_limit_bytes=_vmem_limit()
@@ -220,7 +230,6 @@ def _forward(queries, sources, eps, save):
       zeros = (0,) * len(block)
       out_specs.append(pl.BlockSpec((1, *block), lambda i, z=zeros: (i, *z)))
       out_shape.append(jax.ShapeDtypeStruct((steps, *block), jnp.float32))
-  moved = (r + q) * sources[0].size * dtype.itemsize
   results = pl.pallas_call(
     functools.partial(
       kernel.forward,
@@ -240,7 +249,7 @@ def _forward(queries, sources, eps, save):
     cost_estimate=pl.CostEstimate(
       flops=4 * r * q * sources[0].size,
       transcendentals=r * q * sources[0].shape[0],
-      bytes_accessed=moved,
+      bytes_accessed=_bytes(parts, *sources, *out_shape),
     ),
     interpret=chips.interpret_mode(),
     name="attnres_attend_forward",
@@ -249,14 +258,11 @@ def _forward(queries, sources, eps, save):
   largest, total = (
     x.transpose(1, 0, 2).reshape(q, -1)[:, :tokens] for x in (largest, total)
   )
-  if save:  # to [T, R] and [T, R, Q]
+  if save:  # [groups, chunks, .., (r, t)], as they are
+    groups = _round(tokens, GROUP) // GROUP
     saved = [
-      x.reshape(steps, cut.tile // GROUP, -(-r // CHUNK), -1, CHUNK, GROUP)
-      .transpose(0, 1, 5, 2, 4, 3)
-      .reshape(steps * cut.tile, -(-r // CHUNK) * CHUNK, -1)[:tokens, :r]
-      for x in saved
+      x.reshape(-1, -(-r // CHUNK), *x.shape[2:])[:groups] for x in saved
     ]
-    saved[0] = saved[0][..., 0]
   return ([x[:tokens] for x in outs], largest, total), saved
 
 
@@ -283,23 +289,34 @@ def _backward(saved, cotangents, eps):
   gather = jnp.arange(lanes)[:, None] // GROUP == part_of[None, :]
   gather = gather.astype(dtype)
 
-  def by_group(x):  # [T, .., Q] -> [steps, groups, .., (q, t)]
-    x = _pad(x, tile).reshape(-1, tile // GROUP, GROUP, *x.shape[1:])
-    return jnp.moveaxis(x, 2, -1).reshape(*x.shape[:2], *x.shape[3:-1], lanes)
+  def by_source(x):  # [groups, chunks, .., (r, t)] -> [groups, R, .., t]
+    x = _pad(x, tile // GROUP)
+    x = jnp.moveaxis(x.reshape(*x.shape[:-1], CHUNK, GROUP), -2, 2)
+    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :r]
 
-  inverse, scores = _pad(inverse, tile), by_group(scores)
+  def by_query(x):  # [Q, T] -> [groups, Q, t]
+    x = _pad(x.T, tile).reshape(-1, GROUP, q)
+    return jnp.moveaxis(x, 1, 2)
+
+  def stepwise(x):  # [groups, .., Q, t] -> [steps, groups, .., (q, t)]
+    return x.reshape(-1, tile // GROUP, *x.shape[1:-2], lanes)
+
+  inverse = jnp.moveaxis(by_source(inverse), 1, 2).reshape(-1, r)
+  scores = stepwise(by_source(scores))
   # sum is exp(lse - max) with the shift held fixed.
-  lse, d_lse = (by_group(x.T) for x in (lse, d_total * total))
+  lse, d_lse = (stepwise(by_query(x)) for x in (lse, d_total * total))
 
   def fixed(x):
     return pl.BlockSpec(x.shape, lambda i, j: (0, 0))
 
-  def stepwise(x):
+  def by_step(x):
     zeros = (0,) * (x.ndim - 1)
     return pl.BlockSpec((1, *x.shape[1:]), lambda i, j: (i * steps + j, *zeros))
 
   by_token = pl.BlockSpec((tile, width), lambda i, j: (i * steps + j, 0))
-  size = sources[0].size
+  operands = (pairs, gather, inverse, scores, lse, d_lse, *sources, *d_outs)
+  out_shape = [jax.ShapeDtypeStruct(sources[0].shape, dtype)] * r
+  out_shape.append(jax.ShapeDtypeStruct((cores, count, width), jnp.float32))
   *d_sources, d_pairs = pl.pallas_call(
     functools.partial(
       kernel.backward,
@@ -316,22 +333,21 @@ def _backward(saved, cotangents, eps):
       fixed(pairs),
       fixed(gather),
       pl.BlockSpec((tile, r), lambda i, j: (i * steps + j, 0)),
-      *(stepwise(x) for x in (scores, lse, d_lse)),
+      *(by_step(x) for x in (scores, lse, d_lse)),
       *[by_token] * (r + q),
     ],
     out_specs=[by_token] * r
     + [pl.BlockSpec((1, count, width), lambda i, j: (i, 0, 0))],
-    out_shape=[jax.ShapeDtypeStruct(sources[0].shape, dtype)] * r
-    + [jax.ShapeDtypeStruct((cores, count, width), jnp.float32)],
+    out_shape=out_shape,
     compiler_params=_params(("parallel", "arbitrary")),
     cost_estimate=pl.CostEstimate(
-      flops=10 * r * q * size,
+      flops=10 * r * q * sources[0].size,
       transcendentals=r * q * sources[0].shape[0],
-      bytes_accessed=(2 * r + q) * size * dtype.itemsize,
+      bytes_accessed=_bytes(*operands, *out_shape),
     ),
     interpret=chips.interpret_mode(),
     name="attnres_attend_backward",
-  )(pairs, gather, inverse, scores, lse, d_lse, *sources, *d_outs)
+  )(*operands)
   d_pairs = d_pairs.sum(0)
   d_queries = d_pairs[:q]  # high part times the sources
   if dtype == jnp.bfloat16:
