@@ -10,7 +10,7 @@ import subprocess
 import jax
 
 # What a result depends on; result files change while a table is made.
-CODE = ("attnres_jax", "configs", "scripts", "setup.py")
+CODE = ("attnres_jax", "kernels", "configs", "scripts", "setup.py")
 PACKAGES = (
   "attnres_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint",
   "grain", "numpy",
@@ -19,7 +19,7 @@ PACKAGES = (
 
 def commit() -> str:
   """The git commit, with `-dirty` if code differs from it; else "unknown"."""
-  root = pathlib.Path(__file__).resolve().parents[2]
+  root = pathlib.Path(__file__).resolve().parents[1]
   head = _git(root, "rev-parse", "HEAD")
   if not head:
     return "unknown"

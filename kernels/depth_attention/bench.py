@@ -1,4 +1,4 @@
-"""Times a block's depth mixing on this machine: xla.py against plain JAX.
+"""Times a block's depth mixing on this machine, beside plain JAX.
 
 A block is what its sublayers read, and its sum: every one attends over R
 finished sources and, from the second on, over the running sum of what the
@@ -9,6 +9,7 @@ and outputs.
   plain            as the paper's pseudo-code has it: stack, softmax, sum, norm
   plain_two_phase  the two-phase schedule in plain JAX
   xla              api.attend and api.merge with implementation="xla"
+  pallas_tpu       the same with the kernels; only on a TPU
 """
 
 import functools
@@ -72,8 +73,9 @@ def run(
   rows = []
   for shape in SHAPES if shapes is None else shapes:
     inputs = make_inputs(shape)
-    programs = {name: compile_block(name, inputs) for name in BLOCKS}
-    times = {name: [] for name in BLOCKS}
+    names = [n for n in BLOCKS if n != "pallas_tpu" or _platform() == "tpu"]
+    programs = {name: compile_block(name, inputs) for name in names}
+    times = {name: [] for name in names}
     for _ in range(rounds):
       for name, program in programs.items():
         jax.block_until_ready(program(*inputs))
@@ -84,8 +86,8 @@ def run(
     memory = {name: _compiled_bytes(p) for name, p in programs.items()}
     grown = {}
     if resident:
-      grown = {name: _resident_bytes(name, shape) for name in BLOCKS}
-    for name in BLOCKS:
+      grown = {name: _resident_bytes(name, shape) for name in names}
+    for name in names:
       pairs = zip(times[name], times["plain"], strict=True)
       rows.append(
         dict(
@@ -101,7 +103,7 @@ def run(
           memory_bytes=memory[name],
           resident_bytes=grown.get(name),
           rounds=rounds,
-          hardware=f"cpu {_processor()}",
+          hardware=_hardware(),
         )
       )
   return rows
@@ -225,6 +227,7 @@ BLOCKS = {
   "plain": plain,
   "plain_two_phase": plain_two_phase,
   "xla": functools.partial(kernel, implementation="xla"),
+  "pallas_tpu": functools.partial(kernel, implementation="pallas_tpu"),
 }
 
 
@@ -248,8 +251,8 @@ def _compiled_bytes(program) -> int:
 def _resident_bytes(name: str, shape: Shape) -> int:
   """Growth of a fresh process's peak resident memory by running a block."""
   code = (
-    "from attnres_kernels.depth_attention import bench_cpu;"
-    f"print(bench_cpu._grown({name!r}, bench_cpu.Shape{tuple(shape)!r}))"
+    "from attnres_kernels.depth_attention import bench;"
+    f"print(bench._grown({name!r}, bench.Shape{tuple(shape)!r}))"
   )
   done = subprocess.run(
     [sys.executable, "-c", code], capture_output=True, text=True, check=False
@@ -275,6 +278,16 @@ def _peak_bytes() -> int:
   with open("/proc/self/status") as f:
     (line,) = (line for line in f if line.startswith("VmHWM"))
   return 1024 * int(line.split()[1])
+
+
+def _platform() -> str:
+  return jax.default_backend()
+
+
+def _hardware() -> str:
+  if _platform() == "cpu":
+    return f"cpu {_processor()}"
+  return jax.devices()[0].device_kind
 
 
 def _processor() -> str:
