@@ -3,6 +3,7 @@
 import ast
 import importlib
 import pathlib
+import sys
 
 import pytest
 
@@ -14,7 +15,7 @@ from configs import ablation, train
 REPO = pathlib.Path(__file__).resolve().parent.parent
 SOURCES = sorted(
   path.relative_to(REPO)
-  for folder in ("attnres_jax", "configs", "scripts")
+  for folder in ("kernels", "attnres_jax", "configs", "scripts")
   for path in (REPO / folder).rglob("*.py")
 )
 
@@ -33,6 +34,11 @@ MAY_IMPORT = {
   "analysis": BASIC
   | {"depth_mixing", "model", "data", "config", "provenance", "train"},
 }
+
+# The folder `kernels` is the package attnres_kernels, which stands alone.
+KERNELS = "attnres_kernels"
+KERNELS_MAY_IMPORT = sys.stdlib_module_names | {"jax", "numpy", "jaxtyping"}
+MAY_IMPORT_KERNELS = {"depth_mixing", "analysis"}
 
 # arXiv:2603.15031v1, Table 4 and Figure 6, typed from the paper.
 TABLE_4 = {
@@ -75,15 +81,28 @@ def test_imports_go_one_way(path):
   top = path.parts[0]
   if top == "scripts":
     return
+  packages = {name.split(".")[0] for name in _imports(path)}
+  if top == "kernels":
+    assert packages <= KERNELS_MAY_IMPORT | {KERNELS}
+    return
   ours = {_part(name) for name in _imports(path)} - {None}
   if top == "configs":
-    assert ours <= {"depth_mixing", "errors"}
+    assert ours <= {"depth_mixing", "errors"} and KERNELS not in packages
     return
-  assert not [n for n in _imports(path) if n.split(".")[0] == "configs"]
+  assert "configs" not in packages
   if path.name == "__init__.py" and len(path.parts) == 2:
     return
   part = path.parts[1].removesuffix(".py")
   assert ours <= MAY_IMPORT[part] | {part}
+  assert KERNELS not in packages or part in MAY_IMPORT_KERNELS
+
+
+@pytest.mark.fast
+def test_the_oracle_shares_nothing():
+  """reference.py imports nothing of ours but the types."""
+  path = pathlib.Path("kernels", "depth_attention", "reference.py")
+  ours = {n.rpartition(".")[0] for n in _imports(path) if KERNELS in n}
+  assert ours == {f"{KERNELS}.depth_attention.types"}
 
 
 @pytest.mark.fast
@@ -91,7 +110,8 @@ def test_imports_go_one_way(path):
   "path", [path for path in SOURCES if path.parts[0] != "scripts"], ids=str
 )
 def test_every_module_imports(path):
-  parts = path.with_suffix("").parts
+  top, *parts = path.with_suffix("").parts
+  parts = (KERNELS if top == "kernels" else top, *parts)
   importlib.import_module(".".join(parts).removesuffix(".__init__"))
 
 

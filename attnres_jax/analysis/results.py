@@ -49,6 +49,10 @@ _NOT_HASHED = (
   "data.prefetch",
 )
 
+# Options that came after the first result lines, and the value at which a run
+# computes what it did before there was the option: lines keep their hash.
+_NOT_HASHED_AT = {"mixer.implementation": None}
+
 
 def config_hash(config: dict) -> str:
   """Twelve hex digits that stand for what the run of `config` computes.
@@ -56,7 +60,12 @@ def config_hash(config: dict) -> str:
   Args:
     config: groups of configs/train.py, as nested dicts of plain values.
   """
-  kept = {k: v for k, v in flatten(config).items() if k not in _NOT_HASHED}
+  missing = object()
+  kept = {
+    k: v
+    for k, v in flatten(config).items()
+    if k not in _NOT_HASHED and v != _NOT_HASHED_AT.get(k, missing)
+  }
   text = json.dumps(kept, sort_keys=True)
   return hashlib.sha256(text.encode()).hexdigest()[:12]
 

@@ -6,16 +6,19 @@ and the sum of the shifted exponentials. Two of them merge exactly
 (Algorithm 1 of the paper), which is what lets finished sources be read once
 for a whole block of queries (phase 1) while the running sum joins later
 (phase 2). Everything here is float32; the caller casts once at the end.
+
+This is the general form: any activation, depth heads, logits from anywhere.
+The kernel package has the paper's own case, faster.
 """
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.xla_metadata import set_xla_metadata
 from jaxtyping import Array, Float
+
+from attnres_kernels.depth_attention.xla import not_inlined
 
 HIGHEST = jax.lax.Precision.HIGHEST  # logits: a TPU's default is too coarse
 
@@ -80,23 +83,6 @@ def scale_heads(
   return (weight[..., None] * grouped).reshape(*lead, d)
 
 
-def _not_inlined(function):
-  """Compiles `function` as one call whose operands and results are arrays.
-
-  XLA on CPU drops optimization barriers and then fuses every producer into all
-  of its consumers: a cotangent, with the norm behind it, would be computed once
-  per source that it reaches. A call that stays a call ends that.
-  """
-  jitted = jax.jit(function)
-
-  @functools.wraps(function)
-  def call(*args):
-    with set_xla_metadata(inlineable="false"):
-      return jitted(*args)
-
-  return call
-
-
 @jax.custom_vjp
 def mix(
   weights: Float[Array, "Q R B T H"], sources: tuple[Float[Array, "B T D"], ...]
@@ -110,7 +96,7 @@ def mix(
   return _mix(weights, sources)
 
 
-@_not_inlined
+@not_inlined()
 def _mix(weights, sources):
   return tuple(
     sum(scale_heads(w, v) for w, v in zip(row, sources, strict=True))
@@ -118,7 +104,7 @@ def _mix(weights, sources):
   )
 
 
-@_not_inlined
+@not_inlined()
 def _mix_backward(saved, d_outs):
   weights, sources = saved
   heads = weights.shape[-1]

@@ -7,18 +7,20 @@ every query of the block at once (phase 1); `read` merges in the recent ones
 `close` keeps:
 
   Full     write: one more recent source         close: all stay
-  Block    write: added to the running sum b_n   close: the sum is a source
+  Block    write: to be added to the sum b_n     close: the sum is a source
   window   write: one more recent source         close: embedding + W newest
+
+Both phases are computed by the kernel package, or by plain JAX where it lacks
+an option; paths.py has the two.
 """
 
 from typing import NamedTuple
 
-import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
-from attnres_jax.depth_mixing import attention, queries
-from attnres_jax.depth_mixing.attention import Partial
+from attnres_jax.depth_mixing import attention, paths, queries
 from attnres_jax.depth_mixing.base import DepthMixer, check_positive
+from attnres_jax.depth_mixing.paths import DepthState
 from attnres_jax.errors import UserError, unknown_name
 
 QUERIES = ("static", "input", "none")
@@ -26,23 +28,11 @@ QUERY_INPUTS = ("latest", "previous")
 SCHEDULES = ("two_phase", "single_phase")
 
 
-class DepthState(NamedTuple):
-  """Attributes:
-  finished: sources that no later sublayer changes; the embedding is first.
-  recent: sources of the running block, in order; empty at its start.
-  previous: the last mixture that was read (only with query_input="previous").
-  """
-
-  finished: tuple[Float[Array, "B T D"], ...]
-  recent: tuple[Float[Array, "B T D"], ...] = ()
-  previous: Float[Array, "B T D"] | None = None
-
-
 class DepthSlice(NamedTuple):
   """One sublayer's query, and its phase-1 result (None: single phase)."""
 
   query: Array
-  partial: Partial | None
+  attended: paths.Attended | paths.Partial | None
 
 
 class AttnRes(DepthMixer):
@@ -65,6 +55,7 @@ class AttnRes(DepthMixer):
     key_norm: bool = True,
     heads: int = 1,
     schedule: str = "two_phase",
+    implementation: str | None = None,
   ):
     """Args:
       num_sublayers: L.
@@ -79,9 +70,13 @@ class AttnRes(DepthMixer):
       heads: channel groups with weights of their own; divides the width.
       schedule: two_phase | single_phase (the oracle; query=input needs it and
         takes it by itself).
+      implementation: xla | pallas_tpu | reference, of the kernel package; None
+        leaves it the choice. Only for query=static, activation=softmax and
+        heads=1: anything else runs in plain JAX (see describe()).
 
     Raises:
-      UserError: an unknown name, or heads that do not divide the width.
+      UserError: an unknown name, heads that do not divide the width, or an
+        implementation for options that it does not have.
     """
     super().__init__(num_sublayers, width)
     _check_name("query", query, QUERIES)
@@ -93,6 +88,7 @@ class AttnRes(DepthMixer):
         f"got {heads} depth heads for width {width}: expected a positive"
         " divisor of the width. Set it with --config.mixer.heads."
       )
+    self.path = paths.choose(query, activation, heads, implementation)
     self.activation = activation
     self.keep_previous = query == "input" and query_input == "previous"
     n = num_sublayers + 1
@@ -111,39 +107,37 @@ class AttnRes(DepthMixer):
     self.two_phase = schedule == "two_phase" and self.query.two_phase
 
   def start(self, embedding):
-    return DepthState((embedding,), (), self._previous(embedding))
+    previous = embedding if self.keep_previous else None
+    return DepthState((embedding,), previous=previous)
 
   def open(self, state, block):
     rows = [self.query.at(l) for l in block]
-    if not self.two_phase:
-      return state, [DepthSlice(q, None) for q in rows]
-    partials = self._attend(rows, state, state.finished, first=0)
+    attended = [None] * len(rows)
+    if self.two_phase:
+      attended = self.path.attend(self.query, rows, state)
     return state, [
-      DepthSlice(q, p) for q, p in zip(rows, partials, strict=True)
+      DepthSlice(*parts) for parts in zip(rows, attended, strict=True)
     ]
 
   def read(self, state, x, norm):
-    if x.partial is None:
-      sources = state.finished + state.recent
-      (partial,) = self._attend([x.query], state, sources, first=0)
-    else:
-      partial = x.partial
-      if state.recent:
-        (recent,) = self._attend(
-          [x.query], state, state.recent, first=len(state.finished)
-        )
-        partial = attention.merge(partial, recent)
-    h_BTD = attention.normalise(partial, self._phi)
-    h_BTD = h_BTD.astype(state.finished[0].dtype)
-    return norm(h_BTD), state._replace(previous=self._previous(h_BTD))
+    seen, attended = state, x.attended
+    if attended is None:  # single phase: as if every source had finished
+      state = state.added()
+      seen = state.closed()
+      (attended,) = self.path.attend(self.query, [x.query], seen)
+    merged = self.path.merge(self.query, x.query, attended, seen, norm)
+    if merged.total is not None:
+      recent = (*state.recent[:-1], merged.total)
+      state = state._replace(recent=recent, pending=None)
+    if self.keep_previous:
+      state = state._replace(previous=merged.merged)
+    return merged.normed, state
 
   def write(self, state, x, output):
     return state._replace(recent=(*state.recent, output))
 
   def close(self, state, block):
-    dtype = state.finished[0].dtype
-    recent = tuple(v.astype(dtype) for v in state.recent)
-    return state._replace(finished=state.finished + recent, recent=())
+    return state.closed()
 
   def last(self):
     return DepthSlice(self.query.at(self.num_sublayers), None)
@@ -152,30 +146,17 @@ class AttnRes(DepthMixer):
     return self.read(state, self.last(), lambda h_BTD: h_BTD)[0]
 
   def weights(self, state, x):
+    state = state.added()
     sources = state.finished + state.recent
-    current = self._current(state)
-    logits_QRBTH = self.query.logits([x.query], sources, 0, current)
-    weights_RBTH = self._phi.weigh(logits_QRBTH)[0][0]
-    if self._phi.normalised:
+    phi = attention.ACTIVATIONS[self.activation]
+    logits_QRBTH = self.query.logits([x.query], sources, 0, state.current())
+    weights_RBTH = phi.weigh(logits_QRBTH)[0][0]
+    if phi.normalised:
       weights_RBTH /= weights_RBTH.sum(0)
     return weights_RBTH
 
-  @property
-  def _phi(self) -> attention.Activation:
-    return attention.ACTIVATIONS[self.activation]
-
-  def _current(self, state: DepthState) -> Float[Array, "B T D"]:
-    if state.previous is not None:
-      return state.previous
-    return (state.finished + state.recent)[-1]
-
-  def _previous(self, h_BTD):
-    return h_BTD if self.keep_previous else None
-
-  def _attend(self, rows, state, sources, first) -> list[Partial]:
-    current = self._current(state)
-    logits_QRBTH = self.query.logits(rows, sources, first, current)
-    return attention.attend(logits_QRBTH, sources, self._phi)
+  def describe(self):
+    return f"{super().describe()}; depth attention: {self.path.describe()}"
 
 
 class FullAttnRes(AttnRes):
@@ -252,10 +233,9 @@ class BlockAttnRes(AttnRes):
     return ((0,), *sums)
 
   def write(self, state, x, output):
-    output = output.astype(jnp.float32)
-    if state.recent:
-      output = state.recent[0] + output
-    return state._replace(recent=(output,))
+    if not state.recent:
+      return state._replace(recent=(output,))
+    return state._replace(pending=output)
 
   def describe(self):
     bounds = ", ".join(f"{b.start}-{b.stop - 1}" for b in self.blocks)

@@ -25,6 +25,22 @@ Sublayer = Callable[[Float[Array, "B T D"]], Float[Array, "B T D"]]
 REMAT = ("none", "sublayer", "block")
 
 
+class FusableNorm:
+  """An RMSNorm over the width that a mixer may compute itself.
+
+  `read` is handed a norm and may apply it to its result like any function. If
+  it is one of these, it may instead compute scale * h / sqrt(mean(h^2) + eps)
+  in the pass that makes h, in float32, and return it in the sources' dtype.
+
+  Attributes:
+    scale: [D] float32, an array or a parameter; None: ones.
+    eps: added to the mean square.
+  """
+
+  scale: Float[Array, "D"] | None
+  eps: float
+
+
 class DepthParam(nnx.Param):
   """A parameter of a mixer. Roles go by type: the optimizer gives this one no
   weight decay and no orthogonalised update, whatever its rank is."""
@@ -72,7 +88,10 @@ class DepthMixer(nnx.Module):
   def read(
     self, state: State, x: Slice, norm: Norm
   ) -> tuple[Float[Array, "B T D"], State]:
-    """The input of a sublayer, through its PreNorm, and the state after it."""
+    """The input of a sublayer, through its PreNorm, and the state after it.
+
+    `norm` is any function, or a `FusableNorm`.
+    """
     raise NotImplementedError
 
   def write(

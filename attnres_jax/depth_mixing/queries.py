@@ -32,6 +32,8 @@ class KeyNorm(nnx.Module):
 class RawKeys(nnx.Module):
   """Keys are the sources themselves (Table 4, "no RMSNorm on keys")."""
 
+  eps = None
+
   def at(self, l: int) -> float:
     del l
     return 1.0

@@ -5,10 +5,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from attnres_jax.depth_mixing.base import FusableNorm
 from attnres_jax.model.params import NormScale
 
 
-class RMSNorm(nnx.Module):
+class RMSNorm(FusableNorm, nnx.Module):
   """x / sqrt(mean(x^2) + eps) * scale over the last axis, in float32."""
 
   def __init__(self, width: int, eps: float):

@@ -42,6 +42,7 @@ HARMLESS = frozenset(
     "mesh.data",
     "opt.accumulate",
     "model.remat",
+    "mixer.implementation",
   }
 )
 

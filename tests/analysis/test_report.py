@@ -181,6 +181,8 @@ def test_config_hash_ignores_what_does_not_change_the_run():
   )
   same = config_with(config, "run", progress=False, log_every=1)
   same = config_with(same, "data", prefetch=0)
+  # An option that came later, unset.
+  same = config_with(same, "mixer", implementation=None)
   assert results.config_hash(config) == results.config_hash(same)
   for group, change in [
     ("run", dict(seed=1)),
@@ -188,6 +190,7 @@ def test_config_hash_ignores_what_does_not_change_the_run():
     ("data", dict(seq_len=64)),
     ("mixer", dict(block_size=8)),
     ("mixer", dict(name="full")),
+    ("mixer", dict(implementation="xla")),
   ]:
     other = config_with(config, group, **change)
     assert results.config_hash(config) != results.config_hash(other)

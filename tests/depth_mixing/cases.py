@@ -41,6 +41,10 @@ CASES = {
   "block_sigmoid": ("block", dict(block_size=3, activation="sigmoid")),
   "block_raw_keys": ("block", dict(block_size=3, key_norm=False)),
   "block_heads": ("block", dict(block_size=3, heads=4)),
+  "full_xla": ("full", dict(implementation="xla")),
+  "full_reference": ("full", dict(implementation="reference")),
+  "block_xla": ("block", dict(block_size=3, implementation="xla")),
+  "block_reference": ("block", dict(block_size=3, implementation="reference")),
   "window_2": ("sliding_window", dict(window=2)),
   "window_1_none": ("sliding_window", dict(window=1, query="none")),
   "window_beyond": ("sliding_window", dict(window=DEPTH + 1)),
@@ -55,7 +59,8 @@ CASES = {
 
 KINDS = (
   "residual", "full", "full_input_previous", "full_heads", "block_3",
-  "block_sigmoid", "window_2", "denseformer_both", "mhc_2", "mhc_lite",
+  "block_reference", "block_sigmoid", "window_2", "denseformer_both", "mhc_2",
+  "mhc_lite",
 )  # fmt: skip
 
 
@@ -71,11 +76,23 @@ class Toy:
   options: dict
 
 
-def toy_norm(v):
-  """An RMSNorm without a scale, as the PreNorm of every toy sublayer."""
-  wide = v.astype(jnp.float32)
-  mean = jnp.mean(wide * wide, axis=-1, keepdims=True)
-  return (wide * jax.lax.rsqrt(mean + EPS)).astype(v.dtype)
+class ToyNorm(base.FusableNorm):
+  """An RMSNorm; without a scale it is the PreNorm of every toy sublayer."""
+
+  def __init__(self, scale=None):
+    self.scale = scale
+    self.eps = EPS
+
+  def __call__(self, v):
+    wide = v.astype(jnp.float32)
+    mean = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    wide = wide * jax.lax.rsqrt(mean + EPS)
+    if self.scale is not None:
+      wide = wide * self.scale
+    return wide.astype(v.dtype)
+
+
+toy_norm = ToyNorm()
 
 
 @functools.cache

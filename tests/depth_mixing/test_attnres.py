@@ -113,6 +113,9 @@ def test_zero_queries_equal_the_baseline(name, options):
     ("full", "full_single_phase"),
     ("full_group_1", "full_group_100"),
     ("block_3", "block_single_phase"),
+    ("full_reference", "full_single_phase"),
+    ("block_reference", "block_single_phase"),
+    ("block_xla", "block_3"),
     ("window_beyond", "full"),
   ],
 )
@@ -206,6 +209,22 @@ def test_first_query_is_never_used():
     ("full", dict(activation="softmx"), "Did you mean 'softmax'"),
     ("full", dict(query="statik"), "Did you mean 'static'"),
     ("full", dict(schedule="two"), "unknown schedule 'two'"),
+    ("full", dict(implementation="pallas"), "Did you mean 'pallas_tpu'"),
+    (
+      "full",
+      dict(implementation="xla", heads=4),
+      "got implementation 'xla' with heads=4: expected query=static",
+    ),
+    (
+      "block",
+      dict(implementation="pallas_tpu", query="none", activation="sigmoid"),
+      "with query=none, activation=sigmoid: expected",
+    ),
+    (
+      "sliding_window",
+      dict(implementation="reference", query="input"),
+      "with query=input: expected",
+    ),
     ("full", dict(block_size=2), "unknown option .* 'block_size'"),
     ("blok", {}, "Did you mean 'block'"),
     ("denseformer", dict(period=0), "got period 0"),
