@@ -116,7 +116,7 @@ def _table(rows) -> str:
   chips = list(dict.fromkeys(row["chip"] for row in rows))
   lines = [
     "| op | direction | shape | "
-    + " | ".join(f"{chip}: bundles / floor" for chip in chips)
+    + " | ".join(chip for chip in chips)
     + " | bytes / least | xla: bytes / least |",
     "|---" * (5 + len(chips)) + "|",
   ]
@@ -132,8 +132,8 @@ def _table(rows) -> str:
     for chip in chips:
       row = cell.get(("pallas_tpu", chip))
       ratios.append(
-        f"{row['bundles']} / {row['floor_cycles']} = **{row['ratio']:.2f}**"
-        f" (tile {row['tile']})"
+        f"**{row['ratio']:.2f}** ({row['cycles_ratio']:.2f})"
+        f" of {row['floor_cycles']}, tile {row['tile']}"
         if row
         else "-"
       )
@@ -144,7 +144,12 @@ def _table(rows) -> str:
     lines.append(f"| {' | '.join([op, direction, shape, *ratios, *moved])} |")
   about = rows[0]
   versions = ", ".join(f"{k} {v}" for k, v in about["versions"].items())
-  lines += ["", f"{about['measured']}; {about['date']}; {versions}."]
+  lines += [
+    "",
+    "Per chip: **bundles / floor** (with waits / floor) of floor cycles per"
+    " grid step, tokens per grid step.",
+    f"{about['measured']}; {about['date']}; {versions}.",
+  ]
   return "\n".join(lines) + "\n"
 
 

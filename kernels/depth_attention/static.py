@@ -2,11 +2,12 @@
 
 libtpu compiles for a named chip on any machine and can write down the schedule
 of every kernel: one bundle of instructions issues per cycle, so the bundles of
-a grid step are its compute cycles if nothing stalls. The HBM floor of the same
-step is the time its operands and results take at the chip's bandwidth, each
-moved once. A pipelined kernel takes about the larger of the two, so a ratio
-below 1 is arithmetic that hides under memory. Stalls of DMAs and of matrix
-units don't show: these are figures "compiled for TPU, static", not measured.
+a grid step are its compute cycles but for waits. `cycles` has the waits that
+the compiler knows of as well (for matrix units, sums over lanes, exp). The HBM
+floor of the same step is the time its operands and results take at the chip's
+bandwidth, each moved once. A pipelined kernel takes about the larger of the
+two, so a ratio below 1 is arithmetic that hides under memory. Stalls of DMAs
+don't show: these are figures "compiled for TPU, static", not measured.
 
 `measure` runs each compilation in a process of its own, since the compiler
 reads where to write schedules only once.
@@ -138,10 +139,16 @@ def measure(chip: str, case: Case, implementation: str) -> list[dict]:
 
 def _add_bundles(row: dict, folder: pathlib.Path) -> None:
   name = {"phase1": "attend", "phase2": "merge"}[row["op"]]
-  pattern = f"*attnres_{name}_{row['direction']}*final_bundles.txt"
-  paths = [p for p in folder.glob(pattern) if "analysis" not in p.name]
-  row["bundles"] = step_bundles(paths[0])
-  row["ratio"] = round(row["bundles"] / row["floor_cycles"], 3)
+  for key, ratio, stage in (
+    ("bundles", "ratio", "final_bundles"),
+    # Before the compiler takes out the bundles that only wait for a result:
+    # the chip waits all the same.
+    ("cycles", "cycles_ratio", "packed-bundles-post-ra"),
+  ):
+    paths = folder.glob(f"*attnres_{name}_{row['direction']}*{stage}.txt")
+    (path,) = (p for p in paths if "schedule-analysis" not in p.name)
+    row[key] = step_bundles(path)
+    row[ratio] = round(row[key] / row["floor_cycles"], 3)
 
 
 def floor_bytes(case: Case, direction: str) -> int:
@@ -203,7 +210,7 @@ def step_bundles(path: pathlib.Path) -> int:
   (grid,) = (i for i, depth in starts if depth == 1)
   total = end(grid, len(depths), 1) - grid
   inner = [i for i, depth in starts if depth == 2]
-  for i, limit in zip(inner, [*inner[1:], len(depths)], strict=True):
+  for i, limit in zip(inner, [*inner[1:], len(depths)], strict=False):
     stop = end(i, limit, 2)
     trips = [n for at, n in tests.items() if i <= at < stop]
     if len(trips) != 1:
@@ -430,7 +437,8 @@ def _worker(chip: str, implementation: str, case: Case):
       R=case.sources, Q=case.queries, D=case.width, tokens=case.tokens,
       dtype=case.dtype, total_dtype=case.total_dtype,
       implementation=implementation, tile=None, bundles=None,
-      floor_cycles=None, ratio=None,
+      floor_cycles=None, ratio=None, cycles=None,
+      cycles_ratio=None,
       bytes_ratio=round(moved / least, 3), vmem_bytes=None,
       temp_bytes=compiled.memory_analysis().temp_size_in_bytes,
     )  # fmt: skip
