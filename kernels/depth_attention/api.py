@@ -26,7 +26,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from attnres_kernels.depth_attention import pallas_tpu, reference, xla
+from attnres_kernels.depth_attention import (
+  chips,
+  pallas_tpu,
+  reference,
+  xla,
+)
 from attnres_kernels.depth_attention.types import (
   Attended,
   Merged,
@@ -58,7 +63,8 @@ def attend(
     eps: added to the mean square of the key norm; None: keys are the raw
       sources (no norm).
     implementation: a name of IMPLEMENTATIONS, which then runs or raises; None
-      takes pallas_tpu on a TPU and xla elsewhere.
+      takes pallas_tpu if the mesh in use (`jax.set_mesh`), or else the default
+      device, is a TPU, and xla elsewhere.
 
   Returns:
     One `Attended` per query. Differentiable in queries, scales and sources.
@@ -197,12 +203,12 @@ def _choose(name, op, dtype):
 
 
 def _default(op, dtype):
-  platform = jax.default_backend()
-  if platform != "tpu":
-    return "xla", f"the platform is {platform}"
+  kind = chips.device_kind()
+  if kind is None:
+    return "xla", f"the platform is {jax.default_backend()}"
   if dtype not in pallas_tpu.DTYPES:
     return "xla", f"the TPU kernels do not take {dtype}"
-  return "pallas_tpu", "the platform is tpu"
+  return "pallas_tpu", f"the device is a {kind}"
 
 
 @functools.cache

@@ -102,7 +102,7 @@ def plan(
   """
   dtype = jnp.dtype(dtype)
   info = chips.info()
-  key = f"attend_{direction},R{r},Q{q},D{width},{dtype}"
+  key = f"attend_{direction}:R={r}:Q={q}:D={width}:{dtype}"
   tuned = chips.tuned(key)
   deep = info.mxu_column_size == 256
   # Sums over few columns leave the four small matrix units of a v5 waiting.

@@ -191,7 +191,7 @@ def step_bundles(path: pathlib.Path) -> int:
   bundle = re.compile(r"\s*0x[0-9a-f]+\s+((?:[A-Z]{2}\s*)*):?\s*(>*)\s*\{")
   exit_test = re.compile(r"s32\.totalorder %\S+, (\d+) /\* loop exit test")
   depths, starts, tests = [], [], {}
-  for line in path.open():
+  for line in path.read_text().splitlines():
     found = bundle.match(line)
     if found:
       depth = len(found.group(2))

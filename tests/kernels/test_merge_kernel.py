@@ -1,7 +1,6 @@
 """Phase 2 on TPU: the kernels against float64, and what they cost."""
 
 import functools
-import importlib.util
 import itertools
 import random
 from typing import NamedTuple
@@ -341,49 +340,3 @@ def test_errors_name_the_way_out():
     merge_kernels.merge(*arguments, problem.options)
   with pytest.raises(ValueError, match=r"D=262144 and 1 .*bytes.*\"xla\""):
     merge_tile(block_case(1 << 18, F32), "forward")
-
-
-COMPILE = """
-import os
-# Several processes may compile at once: none of them has a TPU to fight over.
-os.environ.update(TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
-import jax.numpy as jnp
-from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from attnres_kernels.depth_attention.pallas_tpu_merge import merge
-from attnres_kernels.depth_attention.types import Attended, MergeOptions
-
-bf16, f32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
-for slice in ("v5e:2x2", "v5p:2x2x1", "v6e:2x2"):
-  devices = topologies.get_topology_desc(
-    topology_name=slice, platform="tpu"
-  ).devices
-  mesh = Mesh([devices[0]], "x", axis_types=(AxisType.Auto,))
-  array = lambda *shape, dtype=bf16: jax.ShapeDtypeStruct(
-    shape, dtype, sharding=NamedSharding(mesh, PartitionSpec())
-  )
-  # Whole tiles, and few tokens with a D and a T that fit nothing.
-  for shape in ((2, 1024, 2304), (7, 130)):
-    vector = array(shape[-1], dtype=f32)
-    numbers = array(*shape[:-1], dtype=f32)
-    attended = Attended(array(*shape), numbers, numbers)
-    recent = (array(*shape, dtype=f32),)
-    arguments = vector, attended, recent, array(*shape), vector
-    def both(*arguments):
-      options = MergeOptions(1e-6, 1e-6, bf16, f32, False)
-      results, pull = jax.vjp(lambda *a: merge(*a, options), *arguments)
-      return results, pull(results)
-    with jax.set_mesh(mesh):
-      text = jax.jit(both).lower(*arguments).compile().as_text()
-    for name in ("attnres_merge_forward", "attnres_merge_backward"):
-      calls = [line for line in text.splitlines() if " custom-call(" in line]
-      assert any(name in x and "tpu_custom_call" in x for x in calls), name
-  print("compiled for", slice)
-"""
-
-
-@pytest.mark.skipif(
-  importlib.util.find_spec("libtpu") is None, reason="needs jax[tpu]"
-)
-def test_compiles_for_tpus(run_python):
-  assert run_python(COMPILE, devices=1).count("compiled for") == 3
