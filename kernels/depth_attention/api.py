@@ -151,6 +151,8 @@ def merge(
         f"got {name} of shape {vector.shape}: expected ({width},), the width"
         " of the sources."
       )
+  if not recent and norm_eps is None:  # nothing to do: no pass over memory
+    return Merged(attended.out, None, attended.out if return_merged else None)
   dtype = arrays[0 if attended is not None else -1].dtype
   options = MergeOptions(
     eps, norm_eps, jnp.dtype(dtype), jnp.dtype(total_dtype), return_merged

@@ -27,6 +27,14 @@ from typing import NamedTuple
 
 EPS = 1e-6
 
+# The forward as inference has it; as training has it, with what is saved per
+# token for the backward; the backward. With the name of the kernel in each.
+DIRECTIONS = {
+  "forward": "-attnres_{}_forward",
+  "forward_saving": "jvp_attnres_{}_forward",
+  "backward": "attnres_{}_backward",
+}
+
 
 class Chip(NamedTuple):
   """A core of a TPU.
@@ -100,7 +108,7 @@ CASES = (
 
 
 def measure(chip: str, case: Case, implementation: str) -> list[dict]:
-  """Compiles a case for a chip; one row for the forward, one for the backward.
+  """Compiles a case for a chip; a row for each of DIRECTIONS.
 
   Args:
     chip: a key of CHIPS.
@@ -145,14 +153,16 @@ def _add_bundles(row: dict, folder: pathlib.Path) -> None:
     # the chip waits all the same.
     ("cycles", "cycles_ratio", "packed-bundles-post-ra"),
   ):
-    paths = folder.glob(f"*attnres_{name}_{row['direction']}*{stage}.txt")
+    kernel = DIRECTIONS[row["direction"]].format(name)
+    paths = folder.glob(f"*{kernel}*{stage}.txt")
     (path,) = (p for p in paths if "schedule-analysis" not in p.name)
     row[key] = step_bundles(path)
     row[ratio] = round(row[key] / row["floor_cycles"], 3)
 
 
 def floor_bytes(case: Case, direction: str) -> int:
-  """Bytes per token if every operand and result moves once.
+  """Bytes per token if every operand and result moves once; what is saved for
+  the backward is not counted.
 
   Arrays lie in memory with D rounded up to 128 lanes.
   """
@@ -165,7 +175,7 @@ def floor_bytes(case: Case, direction: str) -> int:
   elif case.total_dtype is None:
     # K recent sources and the finished part; forward: one result.
     parts = case.sources + 1
-    total = (parts + 1 if direction == "forward" else 2 * parts + 1) * item
+    total = (2 * parts + 1 if direction == "backward" else parts + 1) * item
   else:
     wide = _itemsize(case.total_dtype)
     # Forward: sum, update, finished -> sum, normed. Backward: the sum and its
@@ -350,7 +360,7 @@ def build(case: Case, implementation: str):
 
 
 def _compile(case, implementation, mesh, direction):
-  """The compiled forward with what it saves, or the backward."""
+  """The compiled program of one of DIRECTIONS."""
   import jax
   from jax.experimental.layout import Format, Layout
 
@@ -362,7 +372,7 @@ def _compile(case, implementation, mesh, direction):
     # whose D is not a multiple of 128 around, and back for the kernel.
     return Format(Layout(tuple(range(x.ndim))), replicated)
 
-  def forward(*args):
+  def forward_saving(*args):
     value, pull = jax.vjp(function, *args)
     # What is alive anyway is not moved to be saved.
     alive = {id(x) for x in jax.tree.leaves((args, value))}
@@ -371,7 +381,7 @@ def _compile(case, implementation, mesh, direction):
   def backward(pull, cotangents):
     return pull(cotangents)
 
-  step = forward
+  step = forward_saving if direction == "forward_saving" else function
   if direction == "backward":
     step = backward
     value, pull = jax.eval_shape(
@@ -396,6 +406,8 @@ def _plan(case, direction):
   from attnres_kernels.depth_attention.types import MergeOptions
 
   dtype = jnp.dtype(case.dtype)
+  save = direction == "forward_saving"
+  direction = direction.removesuffix("_saving")
   if case.op == "phase1":
     plan = phase1.plan(
       direction, case.sources, case.queries, case.width, dtype, case.tokens
@@ -414,6 +426,7 @@ def _plan(case, direction):
       options=MergeOptions(EPS, EPS, dtype, total, False),
     ),
     direction,
+    save,
   )
   return plan.tile, plan.vmem_bytes
 
@@ -425,9 +438,10 @@ def _worker(chip: str, implementation: str, case: Case):
   mesh = tpu_mesh(CHIPS[chip].topology)
   jax.set_mesh(mesh)
   rows = []
-  for direction in ("forward", "backward"):
+  kernels = implementation == "pallas_tpu"
+  for direction in DIRECTIONS if kernels else ("forward", "backward"):
     compiled = _compile(case, implementation, mesh, direction)
-    if implementation == "pallas_tpu":
+    if kernels:
       moved = hbm_bytes(compiled.as_text())
     else:
       moved = compiled.cost_analysis()["bytes accessed"]
@@ -442,7 +456,7 @@ def _worker(chip: str, implementation: str, case: Case):
       bytes_ratio=round(moved / least, 3), vmem_bytes=None,
       temp_bytes=compiled.memory_analysis().temp_size_in_bytes,
     )  # fmt: skip
-    if implementation == "pallas_tpu":
+    if kernels:
       tile, vmem = _plan(case, direction)
       seconds = least / case.tokens * tile / CHIPS[chip].bandwidth
       floor = round(seconds * CHIPS[chip].clock)
