@@ -239,7 +239,7 @@ def _forward(queries, sources, eps, save):
       k_chunk=cut.k_chunk,
       n_chunk=cut.n_chunk,
       unroll=cut.unroll,
-      deep_mxu=chips.info().mxu_column_size == 256,
+      per_pass=chips.info().mxu_column_size // GROUP,
     ),
     grid=(steps,),
     in_specs=[pl.BlockSpec(parts.shape, lambda i: (0, 0))] + [by_token] * r,

@@ -122,9 +122,11 @@ def forward(
   k_chunk,
   n_chunk,
   unroll,
-  deep_mxu,
+  per_pass,
 ):
-  """Outputs: Q of [tile, D]; max, sum [1, Q, tile]; with two refs more, what
+  """`per_pass` sources are mixed in one product of the matrix units.
+
+  Outputs: Q of [tile, D]; max, sum [1, Q, tile]; with two refs more, what
   the derivative needs: inverse RMS of every source [1, groups * chunks, (r, t)]
   and logits [1, groups * chunks, Q, (r, t)]."""
   r, q = num_sources, num_queries
@@ -137,6 +139,11 @@ def forward(
   chunks = [sources[i : i + CHUNK] for i in range(0, r, CHUNK)]
   lane = _iota((padded, LANES), 1)
   same_token = _iota((GROUP, LANES), 1) % GROUP == _iota((GROUP, LANES), 0)
+  # Two bfloat16 parts of every weight, over half the tokens at a time, fill
+  # as many lanes as one float32 weight over all of them.
+  height = GROUP // 2 if dtype == jnp.bfloat16 else GROUP
+  alone = r % per_pass == 1
+  passes = [(i, min(per_pass, r - i)) for i in range(0, r - alone, per_pass)]
 
   def logits(chunk, t):
     """([Qp, (r, t)], [1, (r, t)]): logits and inverse RMS of a chunk."""
@@ -167,62 +174,67 @@ def forward(
       scaled = jnp.where(lane < len(chunk) * GROUP, scaled, MASKED)
     return scaled, inverse
 
-  def weight_rows(weights, chunk):
-    """The left factor of the mix, from [Qp, (r, t)] weights of a chunk."""
-    blocks = [
-      jnp.where(
-        same_token, jnp.broadcast_to(weights[i : i + 1], (GROUP, LANES)), 0.0
-      )
-      for i in range(q)
-    ]
-    if len(chunk) == 1:  # for the vector unit: one column [t, 1] per query
-      return [jnp.sum(jnp.where(_iota((GROUP, LANES), 1) < GROUP, b, 0.0),
-                      axis=1, keepdims=True) for b in blocks]  # fmt: skip
-    if dtype != jnp.bfloat16:
-      return jnp.concatenate(blocks, axis=0)
-    # Two bfloat16 parts of every weight: below each other, or side by side
-    # where the matrix unit is deep enough to sum them itself.
-    if deep_mxu:
-      rows = jnp.concatenate(blocks, axis=0)
-      return jnp.concatenate(split(rows, dtype, 2), axis=1)
-    return jnp.concatenate(
-      [part for b in blocks for part in split(b, dtype, 2)], axis=0
-    )
+  def left_factors(weights, start, members):
+    """Of a pass over `members` sources from `start` on: [(q, t), (r, part, t)]
+    for each run of `height` tokens, from the [Qp, (r, t)] weights of chunks."""
+    factors = []
+    for first in range(0, GROUP, height):
+      same = same_token[first : first + height]
+      tiles = []
+      for c in range(start // CHUNK, -(-(start + members) // CHUNK)):
+        rows = []
+        for i in range(q):
+          row = jnp.where(same, weights[c][i : i + 1], 0.0)
+          if dtype == jnp.bfloat16:  # parts in the lanes of either token half
+            high, low = (x.astype(jnp.float32) for x in split(row, dtype, 2))
+            if first:
+              high = pltpu.roll(high, LANES - height, 1)
+            else:
+              low = pltpu.roll(low, height, 1)
+            row = high + low
+          rows.append(row)
+        tiles.append(jnp.concatenate(rows, axis=0).astype(dtype))
+      factor = jnp.concatenate(tiles, axis=1)
+      factors.append(factor[:, : members * GROUP])
+    return factors
 
-  def mixed(rows, chunk, t, column, size):
-    """One chunk's share of the outputs: Q arrays [GROUP, size], float32."""
-    if len(chunk) == 1:
-      v = chunk[0][pl.ds(t, GROUP), pl.ds(column, size)].astype(jnp.float32)
-      return [weight * v for weight in rows]
-    v = _chunk_rows(chunk, t, column, size)
-    if dtype == jnp.bfloat16 and deep_mxu:
-      v = jnp.concatenate([v, v], axis=0)
-    product = dot(rows, v)
-    step = product.shape[0] // q
-    product = [product[i * step : (i + 1) * step] for i in range(q)]
-    if step == GROUP:
-      return product
-    return [p[:GROUP] + p[GROUP:] for p in product]
+  def mixed(factors, start, members, t, column, size):
+    """A pass's share of the outputs: per query runs of [height, size]."""
+    shares = []
+    for k, left in enumerate(factors):
+      right = []
+      for source in sources[start : start + members]:
+        v = source[pl.ds(t + k * height, height), pl.ds(column, size)]
+        right += [v] * (GROUP // height)
+      product = dot(left, jnp.concatenate(right, axis=0))
+      shares.append([product[i * height : (i + 1) * height] for i in range(q)])
+    return [jnp.concatenate(x, axis=0) for x in zip(*shares, strict=True)]
 
   def normalise(scores):
-    """Softmax over all chunks: (left factors, max, sum)."""
+    """Softmax over all chunks: (weights per chunk, max, sum)."""
     largest = _over_slots(functools.reduce(jnp.maximum, scores), jnp.maximum)
     exps = [jnp.exp(s - largest) for s in scores]
     total = _over_slots(_sum(exps), jnp.add)
     share = 1.0 / total
-    rows = [
-      weight_rows(e * share, c) for e, c in zip(exps, chunks, strict=True)
-    ]
-    return rows, largest, total
+    return [e * share for e in exps], largest, total
 
-  def mix(rows, t):
+  def mix(weights, t):
+    factors = [left_factors(weights, *part) for part in passes]
+    columns = []
+    if alone:  # one source more than fills passes: for the vector units
+      slot = weights[-1].T[:GROUP]
+      columns = [slot[:, i : i + 1] for i in range(q)]
     for column, size in _columns(width, n_chunk):
-      shares = [
-        mixed(x, c, t, column, size) for x, c in zip(rows, chunks, strict=True)
+      terms = [
+        mixed(f, *part, t, column, size)
+        for f, part in zip(factors, passes, strict=True)
       ]
-      for i, out in enumerate(outs):
-        value = _sum([s[i] for s in shares])
-        out[pl.ds(t, GROUP), pl.ds(column, size)] = value.astype(dtype)
+      if alone:
+        v = sources[-1][pl.ds(t, GROUP), pl.ds(column, size)]
+        v = v.astype(jnp.float32)
+        terms.append([x * v for x in columns])
+      for out, values in zip(outs, zip(*terms, strict=True), strict=True):
+        out[pl.ds(t, GROUP), pl.ds(column, size)] = _sum(values).astype(dtype)
 
   def groups(i, carry):
     numbers = [i * unroll + k for k in range(unroll)]
@@ -230,10 +242,10 @@ def forward(
     # Stage by stage, so that one group's latencies hide behind another's work.
     scored = [[logits(c, t) for c in chunks] for t in starts]
     shares = [normalise([scores for scores, _ in x]) for x in scored]
-    for g, t, x, (rows, largest, total) in zip(
+    for g, t, x, (weights, largest, total) in zip(
       numbers, starts, scored, shares, strict=True
     ):
-      mix(rows, t)
+      mix(weights, t)
       if saved_refs:
         inverse_ref, score_ref = saved_refs
         for k, (scores, inverse) in enumerate(x):
