@@ -116,7 +116,8 @@ def plan(
     if tile > max(GROUP, pl.next_power_of_2(tokens)) and tile != sizes[-1]:
       continue
     groups = tile // GROUP
-    few = 2 if deep or direction == "forward" else 4
+    # Few queries are little work per group, next to the waits in it.
+    few = 8 if direction == "forward" and q <= 8 else 4
     unroll = min(tuned.get("unroll", few), groups)
     used = _vmem_bytes(direction, r, q, width, dtype, tile, unroll)
     if used <= budget:
