@@ -237,27 +237,36 @@ def _make_steps(config, graphdef, tx, mesh):
   lr = optimizer.schedule(config.opt, config.run.steps)
 
   def split(x_BT):
-    """[B, T] -> [microbatches, B / microbatches, T], without moving a row to
-    another device: every device's rows are dealt out to all microbatches."""
-    x = x_BT.reshape(-1, accumulate, x_BT.shape[-1]).swapaxes(0, 1)
-    return jax.lax.with_sharding_constraint(
-      x, NamedSharding(mesh, PartitionSpec(None, AXIS))
-    )
+    """[B, T] -> [microbatches, B / microbatches, T]."""
+    return x_BT.reshape(-1, accumulate, x_BT.shape[-1]).swapaxes(0, 1)
 
   def forward(params, micro):
     model = nnx.merge(graphdef, params)
     logits = model(micro["tokens"], micro["positions"], micro["segment_ids"])
     return loss_sums(logits, micro["targets"], micro["mask"])
 
-  def over_microbatches(function, batch, zeros):
-    """Sums `function(microbatch)`, a pytree like `zeros`, over a batch."""
-    if accumulate == 1:
-      return function(batch)
+  def sum_over_batch(function, zeros, constants, batch):
+    """Sums `function(constants, microbatch)`, a pytree like `zeros`.
 
-    def body(total, micro):
-      return jax.tree.map(jnp.add, total, function(micro)), None
+    Every device runs its own rows, in `accumulate` microbatches, and sees one
+    device only: the compiler could not divide the TPU kernels of the model
+    among devices by itself.
+    """
 
-    return jax.lax.scan(body, zeros, jax.tree.map(split, batch))[0]
+    def on_device(constants, batch):
+      def body(total, micro):
+        return jax.tree.map(jnp.add, total, function(constants, micro)), None
+
+      if accumulate == 1:
+        total = function(constants, batch)
+      else:
+        total = jax.lax.scan(body, zeros, jax.tree.map(split, batch))[0]
+      return jax.lax.psum(total, AXIS)
+
+    return jax.shard_map(
+      on_device, mesh=mesh, in_specs=(PartitionSpec(), PartitionSpec(AXIS)),
+      out_specs=PartitionSpec(), check_vma=False,
+    )(constants, batch)  # fmt: skip
 
   no_sums = LossSums(*[jnp.float32(0)] * 3)
 
@@ -266,18 +275,20 @@ def _make_steps(config, graphdef, tx, mesh):
     # masks weigh the same whatever opt.accumulate is.
     targets = jnp.maximum(jnp.sum(batch["mask"] != 0, dtype=jnp.float32), 1)
 
-    def objective(params, micro):
-      sums = forward(params, micro)
-      return (sums.nll + z_loss * sums.z) / targets, sums
+    def gradients(constants, micro):
+      params, targets = constants
 
-    def gradients(micro):
-      (_, sums), grads = jax.value_and_grad(objective, has_aux=True)(
-        state.params, micro
-      )
+      def objective(params):
+        sums = forward(params, micro)
+        return (sums.nll + z_loss * sums.z) / targets, sums
+
+      grads, sums = jax.grad(objective, has_aux=True)(params)
       return sums, grads
 
     zeros = no_sums, jax.tree.map(jnp.zeros_like, state.params)
-    sums, grads = over_microbatches(gradients, batch, zeros)
+    sums, grads = sum_over_batch(
+      gradients, zeros, (state.params, targets), batch
+    )
     updates, opt_state = tx.update(grads, state.opt_state, state.params)
     metrics = dict(
       loss=sums.nll / targets,
@@ -290,7 +301,7 @@ def _make_steps(config, graphdef, tx, mesh):
     return TrainState(state.step + 1, params, opt_state), metrics
 
   def eval_step(params, batch):
-    return over_microbatches(lambda m: forward(params, m), batch, no_sums)
+    return sum_over_batch(forward, no_sums, params, batch)
 
   return train_step, eval_step
 

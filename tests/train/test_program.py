@@ -13,6 +13,7 @@ from attnres_jax.errors import UserError
 from attnres_jax.model.decoder import build_model
 from attnres_jax.train import program as program_lib
 from attnres_jax.train.loss import loss_sums
+from attnres_kernels.depth_attention import static
 from tests.train.conftest import assert_same, micro_config
 
 # float32 sums in another order, after up to three steps.
@@ -189,6 +190,41 @@ def test_data_parallel_equals_one_device(program, run_python, batch, tmp_path):
   np.testing.assert_allclose(four, one, rtol=METRIC_RTOL)
   np.testing.assert_allclose(two, one, rtol=METRIC_RTOL)
   assert "multiple of 8" in error and "--config.data.batch_size" in error
+
+
+TPU = """
+import re
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh
+from attnres_jax.train import program as lib
+from tests.train.conftest import micro_config
+
+config = micro_config()  # no implementation named: the kernels are the default
+config.opt.accumulate = 2
+config.data.batch_size = 8
+slice_ = topologies.get_topology_desc(topology_name="v5e:2x2", platform="tpu")
+mesh = Mesh(np.array(slice_.devices), ("data",), axis_types=(AxisType.Auto,))
+lib.make_mesh = lambda config: mesh
+program = lib.compile_program(config)
+for step in (program._train_step, program._eval_step):
+  text = step.as_text()
+  assert "tpu_custom_call" in text
+  assert "all-reduce" in text
+  assert not re.findall("all-gather|all-to-all|collective-permute", text)
+print("compiled")
+"""
+
+
+def test_compiles_for_several_tpus(run_python, monkeypatch):
+  """With the depth-attention kernels in it; only sums cross devices."""
+  try:
+    environment = static.compiler_environment()
+  except RuntimeError as error:
+    pytest.skip(str(error))
+  for name, value in environment.items():
+    monkeypatch.setenv(name, value)
+  assert "compiled" in run_python(TPU, devices=1)
 
 
 def test_a_row_with_no_targets_at_all(program, batch):
