@@ -8,7 +8,9 @@
 and implementation: scheduled bundles of a grid step, the HBM floor of the step
 in cycles, their ratio, bytes moved over the least that can be, planned VMEM.
 --markdown=FILE also writes them as a table. All 14 shapes on three chips take
-about 20 minutes on two cores; --chips, --models and --implementations choose.
+about 30 minutes on two cores; --chips, --models and --implementations choose.
+--tune tries several plans of each shape and writes what beats the kernels' own
+choice to kernels/depth_attention/tuned/.
 
 Timed, it prints what a block's depth mixing takes, forward and backward, and
 how much memory, beside plain JAX in the same process: medians of ratios.
@@ -25,7 +27,7 @@ from tqdm import tqdm
 
 from attnres_jax import cli, provenance
 from attnres_jax.errors import UserError, unknown_name
-from attnres_kernels.depth_attention import bench, static
+from attnres_kernels.depth_attention import bench, static, tune
 
 _STATIC = flags.DEFINE_bool("static", False, "Compile for TPUs; run nothing.")
 _CPU = flags.DEFINE_bool("cpu", False, "Time on the CPU.")
@@ -37,6 +39,9 @@ _MODELS = flags.DEFINE_list(
 )
 _IMPLEMENTATIONS = flags.DEFINE_list(
   "implementations", ["pallas_tpu", "xla"], "What to compile (--static)."
+)
+_TUNE = flags.DEFINE_bool(
+  "tune", False, "Try plans of the phase-1 kernels; keep the best (--static)."
 )
 _MARKDOWN = flags.DEFINE_string(
   "markdown", None, "Also write the rows of --static as a table to this file."
@@ -96,6 +101,12 @@ def _static() -> int:
     versions=_versions(),
   )
   rows = []
+  if _TUNE.value:
+    shapes = dict.fromkeys((c, s) for c, s, _ in jobs if s.op == "phase1")
+    for chip, case in tqdm(shapes, desc="shapes", unit="shape"):
+      for row in tune.tune(chip, case):
+        print(json.dumps(row | about), flush=True)
+    return 0
   for job in tqdm(jobs, desc="compilations", unit="program"):
     for row in static.measure(*job):
       rows.append(row | about)

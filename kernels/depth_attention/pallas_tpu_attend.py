@@ -104,11 +104,7 @@ def plan(
   info = chips.info()
   key = f"attend_{direction}:R={r}:Q={q}:D={width}:{dtype}"
   tuned = chips.tuned(key)
-  deep = info.mxu_column_size == 256
-  # Sums over few columns leave the four small matrix units of a v5 waiting.
-  long = direction == "backward" or width >= 4096
-  chunk = 512 if long and not deep else 256
-  k_chunk = tuned.get("k_chunk", chunk)
+  k_chunk = tuned.get("k_chunk", 256)
   n_chunk = tuned.get("n_chunk", 256)
   budget = chips.vmem_budget()
   sizes = [tuned["tile"]] if "tile" in tuned else TILES
@@ -118,7 +114,8 @@ def plan(
     groups = tile // GROUP
     # Few queries are little work per group, next to the waits in it.
     few = 8 if direction == "forward" and q <= 8 else 4
-    unroll = min(tuned.get("unroll", few), groups)
+    most = min(tuned.get("unroll", few), groups)
+    unroll = max(u for u in range(1, most + 1) if groups % u == 0)
     used = _vmem_bytes(direction, r, q, width, dtype, tile, unroll)
     if used <= budget:
       return Plan(tile, k_chunk, n_chunk, unroll, used)
@@ -140,9 +137,9 @@ def _vmem_bytes(direction, r, q, width, dtype, tile, unroll):
   if direction == "forward":
     total += 2 * (r + q) * block  # sources and outputs, double-buffered
     total += 2 * 2 * _round(q, 8) * LANES * 4  # max and sum
-    total += (
-      2 * _round(tile // GROUP * -(-r // CHUNK), 8) * LANES * 4
-    )  # 1 / RMS
+    slots = tile // GROUP * -(-r // CHUNK)
+    total += 2 * _round(slots, 8) * LANES * 4  # 1 / RMS
+    total += 2 * slots * _round(q, 8) * LANES * 4  # logits
     # Left factors of the mix and products in flight.
     total += -(-r // CHUNK) * 2 * q * GROUP * LANES * item
     total += 4 * q * GROUP * 256 * 4

@@ -107,13 +107,16 @@ CASES = (
 )
 
 
-def measure(chip: str, case: Case, implementation: str) -> list[dict]:
+def measure(
+  chip: str, case: Case, implementation: str, plan: dict | None = None
+) -> list[dict]:
   """Compiles a case for a chip; a row for each of DIRECTIONS.
 
   Args:
     chip: a key of CHIPS.
     case: a shape.
     implementation: pallas_tpu | xla.
+    plan: stands for every entry of tuned/<chip>.json; None: the entries.
 
   Raises:
     RuntimeError: the compilation failed; carries what it wrote.
@@ -127,7 +130,7 @@ def measure(chip: str, case: Case, implementation: str) -> list[dict]:
       )
     command = [sys.executable, "-m", __spec__.name, chip, implementation]
     done = subprocess.run(
-      [*command, json.dumps(case)],
+      [*command, json.dumps(case), json.dumps(plan)],
       env=env,
       capture_output=True,
       text=True,
@@ -431,10 +434,14 @@ def _plan(case, direction):
   return plan.tile, plan.vmem_bytes
 
 
-def _worker(chip: str, implementation: str, case: Case):
+def _worker(chip: str, implementation: str, case: Case, plan: dict | None):
   """Compiles and prints the rows of `measure` as one line of JSON."""
   import jax
 
+  from attnres_kernels.depth_attention import chips
+
+  if plan is not None:
+    chips.tuned = lambda key: plan
   mesh = tpu_mesh(CHIPS[chip].topology)
   jax.set_mesh(mesh)
   rows = []
@@ -466,5 +473,7 @@ def _worker(chip: str, implementation: str, case: Case):
 
 
 if __name__ == "__main__":
-  _chip, _implementation, _case = sys.argv[1:]
-  _worker(_chip, _implementation, Case(*json.loads(_case)))
+  _chip, _implementation, _case, _plan_json = sys.argv[1:]
+  _worker(
+    _chip, _implementation, Case(*json.loads(_case)), json.loads(_plan_json)
+  )
