@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 
@@ -21,6 +22,8 @@ REPO = pathlib.Path(__file__).resolve().parent.parent
 
 def pytest_configure(config):
   del config
+  # A suite started in the background inherits that Ctrl-C is ignored.
+  signal.signal(signal.SIGINT, signal.default_int_handler)
   # grain's worker processes read absl flags, which pytest never parses.
   if not flags.FLAGS.is_parsed():
     flags.FLAGS(["pytest"])
