@@ -199,11 +199,13 @@ def _query_parts(queries, dtype):
   return split(queries, dtype, num_parts(dtype), rounded)
 
 
-def _query_rows(queries, dtype, order=(0, 1, 2)):
-  """[C, D]: the parts of all queries, part by part, rows padded to a tile."""
+def _pair_rows(queries, dtype):
+  """[C, D]: one row per query and product in u c, to 16 bits of each factor:
+  u_high c_high, u_high c_middle, u_low c_high. Rows are padded to a tile."""
   parts = _query_parts(queries, dtype)
-  rows = jnp.concatenate([parts[i] for i in order[: len(parts)]], axis=0)
-  return _pad(rows, GROUP)
+  if dtype == jnp.bfloat16:
+    parts = [parts[0], parts[1], parts[0]]
+  return _pad(jnp.concatenate(parts, axis=0), GROUP)
 
 
 def _forward(queries, sources, eps, save):
@@ -276,8 +278,7 @@ def _backward(saved, cotangents, eps):
   sources = [_pad(v, tile) for v in sources]
   d_outs = [_pad(d, tile) for d in d_outs]
   steps = sources[0].shape[0] // tile // cores
-  # u c = (high + low) (high + middle) to 16 bits, one row for each product.
-  pairs = _query_rows(queries, dtype, order=(0, 1, 0))
+  pairs = _pair_rows(queries, dtype)
   count, lanes = pairs.shape[0], q * GROUP
   first = lanes // LANES * LANES
   # Lane (q, t) goes to the lane of every part of query q.
