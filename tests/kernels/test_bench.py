@@ -14,7 +14,7 @@ def test_benchmarked_blocks_are_one_function():
   results = {
     name: bench.compile_block(name, inputs)(*inputs)
     for name in bench.BLOCKS
-    if name != "pallas_tpu"  # tests/kernels/test_attend_kernel.py
+    if name != "pallas_tpu"  # the same calls; runs on a TPU only
   }
   for name, result in results.items():
     cases.compare(name, result, results["plain"])
