@@ -1,10 +1,10 @@
 """Causal grouped-query attention over tokens, with RoPE or none."""
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from attnres_jax.model import token_attention
 from attnres_jax.model.mlp import kernel
 from attnres_jax.model.norms import RMSNorm
 
@@ -75,8 +75,7 @@ class Attention(nnx.Module):
     if self.rope_theta:
       q_BTNH = rope(q_BTNH, positions, self.rope_theta)
       k_BSKH = rope(k_BSKH, positions, self.rope_theta)
-    same_BTS = segment_ids[:, :, None] == segment_ids[:, None, :]
-    mixed_BTNH = jax.nn.dot_product_attention(
-      q_BTNH, k_BSKH, v_BSKH, mask=same_BTS[:, None], is_causal=True
+    mixed_BTNH = token_attention.attend(
+      q_BTNH, k_BSKH, v_BSKH, segment_ids, segment_ids
     )
     return jnp.einsum("BTNH,NHD->BTD", mixed_BTNH, out)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -112,18 +112,25 @@ class Program:
     }
 
 
-def make_mesh(config: ConfigDict) -> Mesh:
+def make_mesh(
+  config: ConfigDict, devices: Sequence[jax.Device] | None = None
+) -> Mesh:
   """The mesh of a config: its first mesh.data devices along `data`.
+
+  Args:
+    config: of configs/train.py.
+    devices: to take them from, which need not be here; None: those here.
 
   Raises:
     UserError: not so many devices, or they do not divide the batch.
   """
-  available, wanted = jax.device_count(), config.mesh.data
-  processes = jax.process_count()
+  processes = jax.process_count() if devices is None else 1
+  devices_there = jax.devices() if devices is None else list(devices)
+  available, wanted = len(devices_there), config.mesh.data
   if wanted != -1 and not 1 <= wanted <= available:
     raise UserError(
       f"got mesh.data {wanted}: expected -1 (all) or 1 to {available}, the"
-      f" {jax.default_backend()} devices here. Set it with --config.mesh.data."
+      f" {devices_there[0].platform} devices. Set it with --config.mesh.data."
     )
   devices = available if wanted == -1 else wanted
   if processes > 1 and devices != available:
@@ -141,7 +148,7 @@ def make_mesh(config: ConfigDict) -> Mesh:
     )
   return jax.make_mesh(
     (devices,), (AXIS,), axis_types=(AxisType.Auto,),
-    devices=jax.devices()[:devices],
+    devices=devices_there[:devices],
   )  # fmt: skip
 
 
@@ -172,9 +179,54 @@ def compile_program(config: ConfigDict) -> Program:
   Raises:
     UserError: something in the config is wrong; nothing has been compiled.
   """
+  start = time.perf_counter()
   validate(config)
-  config = config.copy_and_resolve_references()
   mesh = make_mesh(config)
+  lowered = lower_program(config, mesh)
+  train_step = lowered.train_step.compile()
+  eval_step = lowered.eval_step.compile()
+  return Program(
+    config=lowered.config,
+    graphdef=lowered.graphdef,
+    tx=lowered.tx,
+    mesh=mesh,
+    abstract_state=lowered.abstract_state,
+    num_params=sum(
+      x.size for x in jax.tree.leaves(lowered.abstract_state.params)
+    ),
+    compile_s=time.perf_counter() - start,
+    peak_bytes=_peak_bytes(train_step),
+    mixer_description=lowered.mixer_description,
+    _init=lowered.init,
+    _train_step=train_step,
+    _eval_step=eval_step,
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class Lowered:
+  """A config traced for a mesh, whose devices need not be here.
+
+  Attributes:
+    config, graphdef, tx, abstract_state, mixer_description: as in `Program`.
+    init: makes the state before step 0 from a seed.
+    train_step: lowered; `compile()` makes what `Program.train_step` calls.
+    eval_step: lowered.
+  """
+
+  config: ConfigDict
+  graphdef: nnx.GraphDef
+  tx: optax.GradientTransformation
+  abstract_state: TrainState
+  mixer_description: str
+  init: Callable[[int], TrainState]
+  train_step: jax.stages.Lowered
+  eval_step: jax.stages.Lowered
+
+
+def lower_program(config: ConfigDict, mesh: Mesh) -> Lowered:
+  """Traces and lowers both steps of a valid config for a mesh."""
+  config = config.copy_and_resolve_references()
   replicated = NamedSharding(mesh, PartitionSpec())
 
   model = nnx.eval_shape(lambda: build_model(config, 0))
@@ -192,7 +244,6 @@ def compile_program(config: ConfigDict) -> Program:
     params = nnx.state(build_model(config, seed), nnx.Param)
     return jax.device_put(init_state(params), replicated)
 
-  start = time.perf_counter()
   abstract_state = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated),
     jax.eval_shape(init_state, abstract_params),
@@ -205,29 +256,19 @@ def compile_program(config: ConfigDict) -> Program:
     ),
   )
   train_step, eval_step = _make_steps(config, graphdef, tx, mesh)
-  compiled_train = (
-    jax.jit(train_step, donate_argnums=0, out_shardings=replicated)
-    .lower(abstract_state, abstract_batch)
-    .compile()
-  )
-  compiled_eval = (
-    jax.jit(eval_step, out_shardings=replicated)
-    .lower(abstract_state.params, abstract_batch)
-    .compile()
-  )
-  return Program(
+  return Lowered(
     config=config,
     graphdef=graphdef,
     tx=tx,
-    mesh=mesh,
     abstract_state=abstract_state,
-    num_params=sum(x.size for x in jax.tree.leaves(abstract_params)),
-    compile_s=time.perf_counter() - start,
-    peak_bytes=_peak_bytes(compiled_train),
     mixer_description=model.mixer.describe(),
-    _init=init,
-    _train_step=compiled_train,
-    _eval_step=compiled_eval,
+    init=init,
+    train_step=jax.jit(
+      train_step, donate_argnums=0, out_shardings=replicated
+    ).lower(abstract_state, abstract_batch),
+    eval_step=jax.jit(eval_step, out_shardings=replicated).lower(
+      abstract_state.params, abstract_batch
+    ),
   )
 
 
