@@ -29,10 +29,13 @@ MAY_IMPORT = {
   "model": BASIC | {"depth_mixing"},
   "data": BASIC,
   "config": BASIC | {"depth_mixing"},
-  "train": BASIC | {"depth_mixing", "model", "data", "config", "provenance"},
-  "cli": BASIC | {"data", "train"},
+  "parallel": BASIC,
+  "train": BASIC
+  | {"depth_mixing", "model", "data", "config", "parallel", "provenance"},
+  "cli": BASIC | {"data", "parallel", "provenance", "train"},
   "analysis": BASIC
-  | {"depth_mixing", "model", "data", "config", "provenance", "train"},
+  | {"depth_mixing", "model", "data", "config", "provenance"}
+  | {"parallel", "train"},
 }
 
 # The folder `kernels` is the package attnres_kernels, which stands alone.
