@@ -7,8 +7,10 @@ folder is wrong (one line on standard error, nothing written), 130 Ctrl-C and
 
 import difflib
 import functools
+import json
 import os
 import pathlib
+import platform
 import re
 import sys
 import traceback
@@ -20,9 +22,12 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict
 from ml_collections.config_flags import config_flags
 
+from attnres_jax import provenance
 from attnres_jax.data.corpora import cache_folder
 from attnres_jax.errors import UserError
+from attnres_jax.parallel import distributed
 from attnres_jax.train.errors import NonFiniteLossError
+from attnres_jax.train.workdir import config_values, flatten
 
 HELP_FLAGS = ("--help", "--helpshort", "--helpfull", "-help", "-?", "-h")
 EXPECTED = {
@@ -50,6 +55,53 @@ def define_config(default: str, help_string: str) -> flags.FlagHolder:
     flag_values=flags.FLAGS,
     lock_config=True,
   )
+
+
+def define_processes() -> Callable[..., bool]:
+  """Defines the flags with which several processes find each other.
+
+  Returns:
+    join(config, **facts) -> whether there are others; call it before the first
+    use of JAX. Facts, such as workdir, are compared along with the config and
+    the code.
+  """
+  coordinator = flags.DEFINE_string(
+    "coordinator", None,
+    "HOST:PORT of process 0, where all processes meet. Only with several"
+    " processes, and not needed on Cloud TPU.",
+  )  # fmt: skip
+  count = flags.DEFINE_integer(
+    "num_processes", None, "With --coordinator: how many processes there are."
+  )
+  index = flags.DEFINE_integer(
+    "process_id", None, "With --coordinator: which one this is, from 0."
+  )
+  timeout = flags.DEFINE_integer(
+    "init_timeout", distributed.DEFAULT_TIMEOUT_S,
+    "Seconds to wait for the other processes.",
+  )  # fmt: skip
+
+  def join(config: ConfigDict, **facts: str | None) -> bool:
+    return distributed.join(
+      coordinator.value, count.value, index.value, timeout.value,
+      _facts(config, facts),
+    )  # fmt: skip
+
+  return join
+
+
+def _facts(config: ConfigDict, more: dict[str, str | None]) -> dict[str, str]:
+  """What has to be the same in all processes of a run."""
+  values = flatten(config_values(config))
+  versions = provenance.versions()
+  return {
+    "commit": provenance.commit(),
+    "code hash": provenance.code_hash(),
+    "Python": platform.python_version(),
+    **{f"{name} version": str(found) for name, found in versions.items()},
+    **{f"--config.{key}": json.dumps(value) for key, value in values.items()},
+    **{f"--{key}": str(value) for key, value in more.items()},
+  }
 
 
 def run(main: Callable[[list[str]], int | None]) -> NoReturn:

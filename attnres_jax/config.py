@@ -72,6 +72,13 @@ def validate(config) -> None:
       "opt.warmup_steps", opt.warmup_steps,
       f"0 to run.steps {config.run.steps}",
     )  # fmt: skip
+  run = config.run
+  if run.profile_steps < 0:
+    raise _bad("run.profile_steps", run.profile_steps, "an integer >= 0")
+  if run.profile_steps and not 1 <= run.profile_start <= run.steps:
+    raise _bad(
+      "run.profile_start", run.profile_start, f"1 to run.steps {run.steps}"
+    )
   if data.batch_size % opt.accumulate:
     raise _bad(
       "opt.accumulate", opt.accumulate,

@@ -1,6 +1,7 @@
 """Where a result comes from: code, package versions and hardware."""
 
 import contextlib
+import hashlib
 import importlib.metadata
 import os
 import pathlib
@@ -25,6 +26,19 @@ def commit() -> str:
     return "unknown"
   changes = _git(root, "status", "--porcelain", "--", *CODE)
   return f"{head}-dirty" if changes else head
+
+
+def code_hash() -> str:
+  """Twelve hex digits of the code itself: also without git, also if changed."""
+  root = pathlib.Path(__file__).resolve().parents[1]
+  digest = hashlib.sha256()
+  for name in CODE:
+    path = root / name
+    for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+      if file.is_file():
+        digest.update(f"{file.relative_to(root)}\0".encode())
+        digest.update(file.read_bytes())
+  return digest.hexdigest()[:12]
 
 
 def versions() -> dict[str, str | None]:

@@ -133,5 +133,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
   r.keep_checkpoints = 2  # newest ones that stay on disk
   r.tensorboard = True  # also write TensorBoard event files
   r.progress = True  # progress bar on standard error
+  r.profile_start = 10  # first step of a jax.profiler trace, from 1
+  r.profile_steps = 0  # steps in the trace, kept in workdir/profile; 0: none
   c.lock()
   return c

@@ -32,10 +32,10 @@ MAY_IMPORT = {
   "config": BASIC | {"depth_mixing"},
   "train": BASIC
   | {"depth_mixing", "model", "parallel", "data", "config", "provenance"},
-  "cli": BASIC | {"data", "train"},
+  "cli": BASIC | {"data", "parallel", "provenance", "train"},
   "analysis": BASIC
-  | {"depth_mixing", "model", "data", "config", "provenance", "train"}
-  | {"parallel"},
+  | {"depth_mixing", "model", "data", "config", "provenance"}
+  | {"parallel", "train"},
 }
 
 # The folder `kernels` is the package attnres_kernels, which stands alone.

@@ -46,6 +46,8 @@ _NOT_HASHED = (
   "run.log_every",
   "run.checkpoint_every",
   "run.keep_checkpoints",
+  "run.profile_start",
+  "run.profile_steps",
   "data.prefetch",
 )
 

@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import grain
 from absl import logging
@@ -30,7 +30,7 @@ TOKENIZER_BYTES = 32_000_000
 class Dataset:
   """Training batches forever and a fixed validation set.
 
-  A batch is a dict of int32 [B, T] arrays, B = batch_size / process_count:
+  A batch is a dict of int32 [rows, T] arrays, this process's rows of it:
   tokens, targets, positions, segment_ids and mask; see `packing.Stream`.
   Bits per byte of a model = sum(nll * mask) / ln 2 / sum(bytes * mask), where
   bytes = tokenizer.token_bytes[targets].
@@ -43,6 +43,7 @@ class Dataset:
   _train: Callable[[], grain.IterDataset]
   _eval_windows: Callable[[], list[Batch]]
   _identity: dict
+  _rows: Sequence[int]
   _prefetch: int
   _facts: dict
 
@@ -60,11 +61,10 @@ class Dataset:
     """
     windows = self._eval_windows()
     size = self._identity["batch_size"]
-    count = self._identity["process_count"]
+    mine = list(self._rows)
     batches = []
     for begin in range(0, len(windows), size):
       batch = packing.stack(windows[begin : begin + size], size)
-      mine = slice(self._identity["process_index"], None, count)
       batches.append({key: rows[mine] for key, rows in batch.items()})
     return batches
 
@@ -74,15 +74,21 @@ class Dataset:
 
 
 def load(
-  config, seed: int, process_index: int = 0, process_count: int = 1
+  config,
+  seed: int,
+  process_index: int = 0,
+  process_count: int = 1,
+  rows: Sequence[int] | None = None,
 ) -> Dataset:
   """Opens a corpus; the first time, it is tokenised into the cache.
 
   Args:
     config: the group `data` of configs/train.py.
     seed: order of the training data.
-    process_index: this host, from 0.
-    process_count: hosts; each gets its own part of every batch.
+    process_index: which part of every batch to give, from 0.
+    process_count: parts, usually processes.
+    rows: the rows of the global batch in that part; None: the process_index-th
+      run of batch_size / process_count of them.
 
   Raises:
     UserError: anything about the corpus, tokenizer or config that cannot work;
@@ -102,20 +108,25 @@ def load(
     "seq_len": config.seq_len,
     "batch_size": config.batch_size,
     "seed": seed,
-    "process_count": process_count,
-    "process_index": process_index,
   }
+  size = config.batch_size // process_count
+  if rows is None:
+    rows = range(process_index * size, (process_index + 1) * size)
   if config.source == "hf":
     # Here, because everything else does without the optional packages.
     from attnres_jax.data import streaming
 
+    # Each part reads its own documents, so a state is of so many parts.
+    identity.update(process_count=process_count, process_index=process_index)
     parts = streaming.load(config, identity)
   else:
-    parts = _load_stored(config, identity)
-  return Dataset(_identity=identity, _prefetch=config.prefetch, **parts)
+    parts = _load_stored(config, identity, rows)
+  return Dataset(
+    _identity=identity, _rows=rows, _prefetch=config.prefetch, **parts
+  )
 
 
-def _load_stored(config, identity: dict) -> dict:
+def _load_stored(config, identity: dict, rows: Sequence[int]) -> dict:
   corpus = _open_corpus(config)
   tokenizer = _find_tokenizer(config, corpus)
   store = token_store.load(corpus, tokenizer, config.val_percent)
@@ -137,15 +148,12 @@ def _load_stored(config, identity: dict) -> dict:
   available = -(-(store.facts["val"]["tokens"] - 1) // config.seq_len)
   return dict(
     tokenizer=tokenizer,
-    _train=lambda: pipeline.random_access(
-      windows, config.batch_size, identity["process_index"],
-      identity["process_count"],
-    ),
+    _train=lambda: pipeline.random_access(windows, config.batch_size, rows),
     _eval_windows=make_eval_windows,
     _facts=facts(
       config, tokenizer, store.facts, min(available, config.eval_sequences)
     ),
-  )  # fmt: skip
+  )
 
 
 def facts(config, tokenizer, stored: dict, eval_sequences: int) -> dict:
@@ -249,8 +257,10 @@ def find_tokenizer(
   file = folder / "tokenizer.json"
   if not file.exists():
     logging.info("Training a tokenizer once into %s", file)
-    trained = tokenizer_lib.train(texts(), config.vocab_size)
-    token_store.write_folder(
-      folder, lambda part: trained.save(part / "tokenizer.json")
-    )
+
+    def write(part):
+      trained = tokenizer_lib.train(texts(), config.vocab_size)
+      trained.save(part / file.name)
+
+    token_store.write_folder(folder, write)
   return tokenizer_lib.load(str(file))

@@ -1,9 +1,13 @@
 """Grain pipelines: shard, batch, prefetch, and a position that can be saved."""
 
+import asyncio
+import json
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import grain
+import jax
 
 from attnres_jax.data.packing import Batch, TrainWindows
 from attnres_jax.errors import UserError
@@ -21,21 +25,25 @@ _KNOBS = {
 
 
 def random_access(
-  windows: TrainWindows, batch_size: int, process_index: int, process_count: int
+  windows: TrainWindows, batch_size: int, rows: Sequence[int]
 ) -> grain.IterDataset:
   """Batches of this process, forever.
 
-  Step i of all processes together is windows [i B, (i + 1) B) whatever the
-  number of processes; this one takes every `process_count`-th of them.
+  Row r of step i of all processes together is window i B + r whatever the
+  number of processes. The state is the number of steps, the same for all.
 
   Args:
     windows: the same for all processes.
     batch_size: B, of all processes together.
+    rows: which of [0, B) this process takes.
   """
+
   # No random-access dataset of grain is endless, but this one lasts.
-  indices = grain.MapDataset.range(1 << 48)
-  mine = indices[process_index::process_count]
-  batches = mine.map(windows.__getitem__).batch(batch_size // process_count)
+  def window(k: int) -> Batch:
+    step, place = divmod(k, len(rows))
+    return windows[step * batch_size + rows[place]]
+
+  batches = grain.MapDataset.range(1 << 48).map(window).batch(len(rows))
   # Prefetching is done by `TrainIterator`, with a thread that can be joined.
   options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
   return batches.to_iter_dataset(options)
@@ -107,9 +115,11 @@ class TrainIterator(grain.DatasetIterator):
     saved = state.get("data", {})
     for key, now in self._identity.items():
       if saved.get(key) != now:
+        per_process = " (a stream is read in as many parts as processes)"
         raise UserError(
           f"cannot resume the data: {key} was {saved.get(key)} in the"
-          f" checkpoint and is {now} now, expected the same. Restore"
+          f" checkpoint and is {now} now, expected the same"
+          f"{per_process * key.startswith('process_')}. Restore"
           f" {_KNOBS[key]}, or start in a new --workdir."
         )
     self._assert_not_closed()
@@ -117,29 +127,31 @@ class TrainIterator(grain.DatasetIterator):
     self._refused = None
 
   async def load(self, directory):
-    """Orbax's way to `set_state`, from the file that `save` wrote.
+    """Orbax's way to `set_state`, from the files that `save` wrote.
+
+    Each process wrote one. Where the position is that of all processes
+    together they are equal, and any number of processes goes on from it; a
+    stream was read in as many parts as there were processes.
 
     Orbax puts an error of its own in the place of one that is raised here, so
     a state that is refused raises the UserError when the iterator is used.
     """
-    loading = await super().load(directory)
 
-    async def load_or_refuse():
+    def load_or_refuse():
+      index, count = jax.process_index(), jax.process_count()
+      file = directory / f"process_{index}-of-{count}.json"
+      if not file.exists():
+        there = list(directory.glob("process_0-of-*.json"))
+        if len(there) != 1:
+          raise FileNotFoundError(f"{file} is missing")
+        file = there[0]
+      state = json.loads(file.read_text())
       try:
-        await loading
+        self.set_state(state)
       except UserError as error:
         self._refused = error
-      except ValueError as error:  # grain: no file for this process
-        count = len(list(directory.glob("process_*.json")))
-        if count in (0, self._identity["process_count"]):
-          raise
-        self._refused = UserError(
-          f"cannot resume the data: {error} The checkpoint is of {count}"
-          f" processes, expected {self._identity['process_count']}. Restore"
-          f" {_KNOBS['process_count']}, or start in a new --workdir."
-        )
 
-    return load_or_refuse()
+    return asyncio.to_thread(load_or_refuse)
 
   def _assert_usable(self) -> None:
     self._assert_not_closed()

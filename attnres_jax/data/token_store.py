@@ -4,13 +4,15 @@ Tokenising as training goes would cost more time than a small model's step;
 reading mapped ids costs next to nothing and is random access.
 """
 
+import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import json
-import os
 import pathlib
 import shutil
-import time
+import uuid
+from collections.abc import Iterator
 
 import numpy as np
 from absl import logging
@@ -76,8 +78,8 @@ def load(corpus: Corpus, tokenizer: Tokenizer, val_percent: float) -> Store:
       "Tokenising %s (%.1f MB) once into %s", corpus.name,
       corpus.num_bytes / 1e6, folder,
     )  # fmt: skip
-    if folder.is_dir() and _open(folder) is None:
-      shutil.rmtree(folder)  # somebody tidied up half of it
+    if folder.is_dir():
+      _discard(folder)  # somebody tidied up half of it
     _build(corpus, tokenizer, val_percent, folder)
     store = _open(folder)
   return store
@@ -86,6 +88,9 @@ def load(corpus: Corpus, tokenizer: Tokenizer, val_percent: float) -> Store:
 def write_folder(folder: pathlib.Path, write) -> None:
   """Makes a folder that is either whole or not there.
 
+  Of several processes that want the same one, on a file system with locks one
+  makes it and the others wait; without locks, all make it and one is kept.
+
   Args:
     folder: the target. If somebody else makes it first, theirs is kept.
     write: called with an empty folder to write into.
@@ -93,15 +98,15 @@ def write_folder(folder: pathlib.Path, write) -> None:
   Raises:
     UserError: no permission, or no space.
   """
-  part = folder.with_name(f".{folder.name}.{os.getpid()}.{time.time_ns()}")
+  part = _beside(folder)
   try:
-    part.mkdir(parents=True)
-    write(part)
-    try:
-      part.rename(folder)
-    except OSError:
-      if not folder.is_dir():
-        raise
+    part.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(folder.with_name(f".{folder.name}.lock")):
+      if folder.is_dir():
+        return
+      part.mkdir()
+      write(part)
+      _publish(part, folder)
   except OSError as error:
     raise UserError(
       f"cannot write the data cache {str(folder.parent)!r} ({error})."
@@ -109,6 +114,44 @@ def write_folder(folder: pathlib.Path, write) -> None:
     ) from None
   finally:
     shutil.rmtree(part, ignore_errors=True)
+
+
+def _publish(part: pathlib.Path, folder: pathlib.Path) -> None:
+  try:
+    part.rename(folder)
+  except OSError:
+    if not folder.is_dir():
+      raise
+
+
+def _discard(folder: pathlib.Path) -> None:
+  """Removes a store that is not whole.
+
+  It is renamed first: another process may do the same, or have put a whole one
+  in its place a moment ago.
+  """
+  aside = _beside(folder)
+  with contextlib.suppress(OSError):
+    folder.rename(aside)
+    if _open(aside) is not None:
+      _publish(aside, folder)
+  shutil.rmtree(aside, ignore_errors=True)
+
+
+def _beside(folder: pathlib.Path) -> pathlib.Path:
+  """A name that no other process uses, on this host or another."""
+  return folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
+
+
+@contextlib.contextmanager
+def _locked(path: pathlib.Path) -> Iterator[None]:
+  with path.open("a") as file:
+    with contextlib.suppress(OSError):  # a file system without locks
+      fcntl.flock(file, fcntl.LOCK_EX)
+    try:
+      yield
+    finally:  # whoever waits for this one holds a file without a name: fine
+      path.unlink(missing_ok=True)
 
 
 class Writer:

@@ -15,6 +15,7 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from attnres_jax.errors import UserError
+from attnres_jax.parallel.distributed import from_first
 from attnres_jax.train.program import TrainState
 
 # Metadata, the data position and rounding up to file-system blocks.
@@ -46,7 +47,7 @@ class Checkpoints:
   def latest(self) -> int | None:
     """Step of the newest complete checkpoint (of one being saved, too)."""
     latest = self._checkpointer.latest
-    return None if latest is None else latest.step
+    return from_first(None if latest is None else latest.step)
 
   def save(
     self, step: int, state: TrainState, iterator: Any, facts: dict[str, Any]
@@ -88,7 +89,7 @@ class Checkpoints:
     """Raises UserError if a checkpoint of `state` does not fit on the disk."""
     leaves = jax.tree.leaves(state)
     need = OVERHEAD_BYTES + sum(x.size * x.dtype.itemsize for x in leaves)
-    free = shutil.disk_usage(self.folder).free
+    free = from_first(shutil.disk_usage(self.folder).free)
     if free < need:
       raise UserError(
         self._no_space(
@@ -109,13 +110,16 @@ class Checkpoints:
   ) -> tuple[TrainState, dict[str, Any]]:
     """Loads a checkpoint onto the devices of `abstract_state`.
 
+    These, and the processes, may be others than those that saved it.
+
     Args:
       step: of a complete checkpoint.
       abstract_state: shapes, dtypes and shardings to load.
       iterator: of the training data; is moved to where the run was.
 
     Returns:
-      The state, and the facts given to `save`.
+      The state, and the facts given to `save` along with `processes`, how
+      many there were.
 
     Raises:
       UserError: the checkpoint is damaged or of another model, or the data is
@@ -130,13 +134,6 @@ class Checkpoints:
     except Exception as error:
       raise _damaged(where, error) from error
     _require_equal(stored, _shapes(vars(abstract_state)), where)
-    facts = dict(metadata.custom_metadata)
-    if (processes := facts.pop("processes")) != jax.process_count():
-      raise UserError(
-        f"got {jax.process_count()} processes: expected {processes}, as when"
-        f" {where} was saved, because each reads its own part of the data."
-        " Start as many, or set another --workdir."
-      )
     try:
       loaded = self._checkpointer.load_checkpointables(
         step, dict(state=vars(abstract_state), data=iterator)
@@ -145,7 +142,7 @@ class Checkpoints:
       raise
     except Exception as error:
       raise _damaged(where, error) from error
-    return TrainState(**loaded["state"]), facts
+    return TrainState(**loaded["state"]), dict(metadata.custom_metadata)
 
   def close(self) -> None:
     """Waits for what is being saved."""

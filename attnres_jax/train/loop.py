@@ -13,22 +13,28 @@ from collections.abc import Callable
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from attnres_jax import data
 from attnres_jax.config import validate
 from attnres_jax.errors import UserError
+from attnres_jax.parallel.distributed import from_first, row_shard, together
 from attnres_jax.train.checkpoint import Checkpoints
 from attnres_jax.train.errors import NonFiniteLossError
 from attnres_jax.train.evaluation import evaluate
-from attnres_jax.train.metrics import MetricsLog, Progress, Stopwatch
+from attnres_jax.train.goodput import Stopwatch
+from attnres_jax.train.metrics import MetricsLog, Progress
+from attnres_jax.train.profiling import Profiler
 from attnres_jax.train.program import (
+  AXIS,
   Program,
   TrainState,
   compile_program,
   make_mesh,
 )
 from attnres_jax.train.signals import StopRequest
+from attnres_jax.train.summary import Summary, say_continuing, say_program
 from attnres_jax.train.workdir import Workdir
 
 __all__ = [
@@ -44,43 +50,6 @@ __all__ = [
 STOP_EVERY = 10
 
 
-@dataclasses.dataclass(frozen=True)
-class Summary:
-  """How a run stands.
-
-  Attributes:
-    val_loss: of the last evaluation, nats per token; None if there was none.
-    val_bpb: of the last evaluation, bits per byte; None likewise.
-    steps: optimizer steps taken, over all sessions.
-    tokens: positions trained on: steps x batch size x sequence length.
-    wall_s: seconds of training, evaluation and saving over all sessions; what
-      was lost with unsaved steps, and compilation, is not in it.
-    interrupted: stopped before the last step, by a signal; saved.
-    signal: number of that signal, else 0.
-  """
-
-  val_loss: float | None
-  val_bpb: float | None
-  steps: int
-  tokens: int
-  wall_s: float
-  interrupted: bool
-  signal: int = 0
-
-  def text(self) -> str:
-    """One line for people."""
-    val = "not evaluated yet"
-    if self.val_loss is not None:
-      val = (
-        f"validation loss {self.val_loss:.4f} nats per token,"
-        f" {self.val_bpb:.4f} bits per byte"
-      )
-    return (
-      f"step {self.steps:,}: {val}; {self.tokens:,} tokens in"
-      f" {self.wall_s:.0f} s"
-    )
-
-
 def train(
   config: ConfigDict,
   workdir: str | os.PathLike,
@@ -91,8 +60,11 @@ def train(
   """Trains, or continues to train, or tells how it ended.
 
   The same call continues a run exactly: losses, parameters and metrics.jsonl
-  (but for timings) are those of a run that was never interrupted. SIGINT and
-  SIGTERM end it after the current step, with everything saved.
+  (but for timings) are those of a run that was never interrupted; on another
+  mesh or number of processes, up to rounding. SIGINT and SIGTERM end it after
+  the current step, with everything saved; of several processes, a signal to
+  any ends all after the same step. Only process 0 writes, Orbax aside, and
+  only it says something.
 
   Args:
     config: of configs/train.py.
@@ -107,20 +79,27 @@ def train(
     NonFiniteLossError: the loss or gradient is not finite any more. The last
       checkpoint is from before that.
   """
+  watch = Stopwatch()
+  if jax.process_index() != 0:
+    say = _nothing
   validate(config)
-  make_mesh(config)  # wrong devices: say so before the data is prepared
-  folder = Workdir(workdir, config)
-  finished = folder.summary()
+  mesh = make_mesh(config)  # wrong devices: before the data is prepared
+  with together("opening --workdir"):
+    folder = Workdir(workdir, config)
+    finished = folder.summary()
+  finished = from_first(finished)
   if finished is not None:
     say(f"Finished before, nothing to do: {folder.path}")
     return Summary(**finished)
+  if folder.changes:
+    say(f"changed since this run began: {', '.join(folder.changes)}")
   if dataset is None:
-    dataset = data.load(
-      config.data,
-      seed=config.run.seed,
-      process_index=jax.process_index(),
-      process_count=jax.process_count(),
-    )
+    batches = NamedSharding(mesh, PartitionSpec(AXIS))
+    part = row_shard(batches, config.data.batch_size)
+    with together("preparing the data"):
+      dataset = data.load(
+        config.data, config.run.seed, part.index, part.count, part.rows
+      )
   if dataset.tokenizer.vocab_size > config.model.vocab_size:
     raise UserError(
       f"got model.vocab_size {config.model.vocab_size}: expected at least the"
@@ -131,11 +110,15 @@ def train(
   say("data: " + ", ".join(f"{key} {x}" for key, x in facts if x != ""))
   if program is None:
     say("compiling the train step and the eval step ...")
-    program = compile_program(config)
+    with watch.part("compile"):
+      program = compile_program(config)
   _require_program_of(config, program)
-  _say_program(config, program, folder, say)
-  with folder.open():
-    summary = _Run(config, folder, program, dataset, say).run()
+  say_program(config, program, folder.path, say)
+  with contextlib.ExitStack() as stack:
+    with together("opening --workdir"):
+      stack.enter_context(folder.open())
+    folder.require_shared()
+    summary = _Run(config, folder, program, dataset, say, watch).run()
     if not summary.interrupted:
       folder.finish(dataclasses.asdict(summary))
   return summary
@@ -144,9 +127,9 @@ def train(
 class _Run:
   """One session of `train`: the objects that the loop needs, and the loop."""
 
-  def __init__(self, config, folder, program, dataset, say):
+  def __init__(self, config, folder, program, dataset, say, watch):
     self.config, self.folder, self.program = config, folder, program
-    self.dataset, self.say = dataset, say
+    self.dataset, self.say, self.watch = dataset, say, watch
     self.tokens_per_step = config.data.batch_size * config.data.seq_len
     self.eval_batches = dataset.eval_batches()
     self.first = jax.process_index() == 0
@@ -167,15 +150,17 @@ class _Run:
     stack.enter_context(contextlib.closing(self.iterator))
     self.saved = self.checkpoints.latest
     if self.saved is None:
-      start, wall_s, state = 0, 0.0, self.program.init(run.seed)
+      start, state = 0, self.program.init(run.seed)
       self.checkpoints.require_space(state)
     else:
       start = self.saved
-      state, facts = self.checkpoints.restore(
-        start, self.program.abstract_state, self.iterator
-      )
-      wall_s = facts["wall_s"]
-      self.say(f"continuing after step {start}")
+      with self.watch.part("restore"), together("loading a checkpoint"):
+        state, facts = self.checkpoints.restore(
+          start, self.program.abstract_state, self.iterator
+        )
+      # Checkpoints from before there were parts have the sum only.
+      self.watch.add_earlier(facts.get("seconds", {"step": facts["wall_s"]}))
+      say_continuing(start, facts["processes"], self.say)
     self.log = MetricsLog(
       self.folder.path, start, write=self.first, tensorboard=run.tensorboard
     )
@@ -184,7 +169,11 @@ class _Run:
       run.steps, start, self.tokens_per_step, run.progress and self.first
     )
     stack.enter_context(contextlib.closing(self.progress))
-    self.watch = Stopwatch(wall_s, start)
+    self.profiler = Profiler(
+      self.folder.path, run.profile_start, run.profile_steps, self.say
+    )
+    stack.enter_context(contextlib.closing(self.profiler))
+    self.watch.start_laps(start)
     return state, start
 
   def _close_checkpoints(self, kind, *_) -> None:
@@ -198,29 +187,30 @@ class _Run:
   def _loop(self, state: TrainState, start: int) -> Summary:
     run = self.config.run
     step, pending = start, None
-    with StopRequest() as stop:
+    with StopRequest() as stop, self.watch.part("step"):
       # Interrupted between a save and the evaluation of the same step?
       self._maybe_evaluate(state, step, stop)
       while step < run.steps and not self._should_stop(stop, step):
-        batch = self.watch.wait_for(self.iterator)
-        state, metrics = self.program.train_step(state, batch)
+        with self.profiler.step(step + 1):
+          batch = self.watch.wait_for(self.iterator)
+          state, metrics = self.program.train_step(state, batch)
         # The device is busy with this step: time to look at the one before.
         self._report(pending)
         step += 1
         pending = step, metrics
+        self.profiler.after(*pending)
         saves = step % run.checkpoint_every == 0 or step == run.steps
         if saves or self._evaluates(step):
           self._report(pending)
           pending = None
-          self.watch.pause()
           self._maybe_evaluate(state, step, stop)
           if saves:
             self._save(state, step)
-          self.watch.resume()
       self._report(pending)
       if step != self.saved:
         self._save(state, step)
-      self.checkpoints.wait()
+      with self.watch.part("checkpoint"):
+        self.checkpoints.wait()
     interrupted = step < run.steps or not self._evaluated(step)
     _, last = self.log.last_eval or (0, {})
     return Summary(
@@ -228,9 +218,10 @@ class _Run:
       val_bpb=last.get("val_bpb"),
       steps=step,
       tokens=step * self.tokens_per_step,
-      wall_s=self.watch.total_s,
+      wall_s=self.watch.training_s,
       interrupted=interrupted,
       signal=stop.signal if interrupted else 0,
+      seconds=self.watch.total(),
     )
 
   def _should_stop(self, stop: StopRequest, step: int) -> bool:
@@ -277,10 +268,11 @@ class _Run:
     """Evaluates if it is due and not done; gives up when asked to stop."""
     if not self._evaluates(step) or self._evaluated(step):
       return
-    values = evaluate(
-      self.program, state, self.eval_batches,
-      self.dataset.tokenizer.token_bytes, stop,
-    )  # fmt: skip
+    with self.watch.part("eval"):
+      values = evaluate(
+        self.program, state, self.eval_batches,
+        self.dataset.tokenizer.token_bytes, stop,
+      )  # fmt: skip
     if values is None:
       return
     if not math.isfinite(values["val_loss"]):
@@ -290,8 +282,9 @@ class _Run:
 
   def _save(self, state: TrainState, step: int) -> None:
     """Saves a state whose metrics were finite."""
-    facts = dict(wall_s=self.watch.total_s)
-    self.checkpoints.save(step, state, self.iterator, facts)
+    facts = dict(wall_s=self.watch.training_s, seconds=self.watch.total())
+    with self.watch.part("checkpoint"):
+      self.checkpoints.save(step, state, self.iterator, facts)
     self.saved = step
 
 
@@ -312,17 +305,5 @@ def _require_program_of(config: ConfigDict, program: Program) -> None:
         )
 
 
-def _say_program(config, program, folder, say) -> None:
-  devices = program.mesh.devices.flatten()
-  tokens = config.data.batch_size * config.data.seq_len
-  say(f"model: {program.num_params:,} parameters")
-  say(f"depth: {program.mixer_description}")
-  say(
-    f"devices: {len(devices)} x {devices[0].device_kind}; compiled in"
-    f" {program.compile_s:.1f} s"
-  )
-  say(
-    f"steps: {config.run.steps:,} of {tokens:,} tokens, in all"
-    f" {config.run.steps * tokens:,}"
-  )
-  say(f"outputs: {folder.path}")
+def _nothing(line: str) -> None:
+  del line

@@ -9,10 +9,9 @@ from typing import Any
 from tqdm import tqdm
 
 from attnres_jax.train.files import write_atomically
+from attnres_jax.train.goodput import TIMING_KEYS
 
 FILENAME = "metrics.jsonl"
-# What depends on the machine; everything else is the same at every run.
-TIMING_KEYS = ("tokens_per_s", "data_wait_fraction", "wall_s")
 
 
 class MetricsLog:
@@ -20,7 +19,8 @@ class MetricsLog:
 
   Lines after `step` (written, but lost with the state that they belong to)
   are dropped when the log is opened, so that a continued run leaves the file
-  that an uninterrupted one does, TIMING_KEYS aside.
+  that an uninterrupted one does, TIMING_KEYS aside (they depend on the
+  machine).
 
   Attributes:
     last_eval: (step, values) of the last line with a `val_loss`, or None.
@@ -32,11 +32,14 @@ class MetricsLog:
     """Args:
     folder: the workdir.
     step: that training continues from.
-    write: whether this process writes; the others only read.
+    write: whether this process reads and writes the files. The others keep
+      only what they are given.
     tensorboard: also write event files.
     """
     self.last_eval: tuple[int, dict[str, Any]] | None = None
     self._file = self._board = None
+    if not write:
+      return
     path = folder / FILENAME
     text = path.read_text() if path.exists() else ""
     kept = []
@@ -46,8 +49,6 @@ class MetricsLog:
         kept.append(line + "\n")
         if "val_loss" in values:
           self.last_eval = values["step"], values
-    if not write:
-      return
     if "".join(kept) != text:
       write_atomically(path, "".join(kept))
     self._file = path.open("a")
@@ -70,6 +71,7 @@ class MetricsLog:
     if self._board is not None:
       for name, value in values.items():
         group = "val" if name.startswith("val_") else "train"
+        group = "time" if name in TIMING_KEYS else group
         self._board.add_scalar(f"{group}/{name}", value, step)
 
   def close(self) -> None:
@@ -85,55 +87,6 @@ def _parse(line: str) -> dict[str, Any] | None:
   except json.JSONDecodeError:
     return None
   return values if isinstance(values, dict) and "step" in values else None
-
-
-class Stopwatch:
-  """Training time since the last `lap`, and the share spent on waiting.
-
-  What happens between `pause` and `resume` (evaluation, saving) is in
-  `total_s` only.
-  """
-
-  def __init__(self, total_s: float, step: int):
-    """Args:
-    total_s: seconds that earlier sessions of this run took.
-    step: that training continues from.
-    """
-    now = time.perf_counter()
-    self._origin = now - total_s
-    self._lap = now
-    self._paused_at = now
-    self._step = step
-    self._waited = 0.0
-
-  @property
-  def total_s(self) -> float:
-    return time.perf_counter() - self._origin
-
-  def wait_for(self, iterator):
-    """`next(iterator)`, counted as waiting."""
-    start = time.perf_counter()
-    item = next(iterator)
-    self._waited += time.perf_counter() - start
-    return item
-
-  def pause(self) -> None:
-    self._paused_at = time.perf_counter()
-
-  def resume(self) -> None:
-    self._lap += time.perf_counter() - self._paused_at
-
-  def lap(self, step: int, tokens_per_step: int) -> dict[str, float]:
-    """The timing values of a metrics line, of the steps since the last one."""
-    now = time.perf_counter()
-    seconds = max(now - self._lap, 1e-9)
-    values = dict(
-      tokens_per_s=round((step - self._step) * tokens_per_step / seconds, 1),
-      data_wait_fraction=round(min(self._waited / seconds, 1.0), 4),
-      wall_s=round(self.total_s, 3),
-    )
-    self._lap, self._step, self._waited = now, step, 0.0
-    return values
 
 
 class Progress:

@@ -3,6 +3,7 @@
 config.json        the whole config; a run of another one is refused
 environment.json   commit, versions, devices of the latest session
 metrics.jsonl      see metrics.py
+profile/           traces, see profiling.py
 tensorboard/       the same values as event files
 checkpoints/       see checkpoint.py
 summary.json       once the run is finished
@@ -16,6 +17,8 @@ import json
 import os
 import pathlib
 import platform
+import time
+import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,27 +27,31 @@ from ml_collections import ConfigDict
 
 from attnres_jax import provenance
 from attnres_jax.errors import UserError
+from attnres_jax.parallel.distributed import from_first, together
 from attnres_jax.train.files import write_atomically
 
 # A run may continue with other values of these. The first group changes what
 # is shown or kept. The second changes on which devices and in what order the
 # same numbers are computed: a run can move to other hardware, and goes on as
 # before up to rounding.
-HARMLESS = frozenset(
-  {
-    "run.log_every",
-    "run.eval_every",
-    "run.checkpoint_every",
-    "run.keep_checkpoints",
-    "run.tensorboard",
-    "run.progress",
-    "data.prefetch",
-    "mesh.data",
-    "opt.accumulate",
-    "model.remat",
-    "mixer.implementation",
-  }
+HARMLESS = (
+  "run.log_every",
+  "run.eval_every",
+  "run.checkpoint_every",
+  "run.keep_checkpoints",
+  "run.tensorboard",
+  "run.progress",
+  "run.profile_start",
+  "run.profile_steps",
+  "data.prefetch",
+  "mesh.",  # all of that group
+  "opt.accumulate",
+  "model.remat",
+  "mixer.implementation",
 )
+# Seconds until all hosts must see a file that the first one wrote: network
+# file systems look at a folder again that late.
+SHARED_S = 60
 
 
 def flatten(values: dict, prefix: str = "") -> dict[str, Any]:
@@ -64,7 +71,13 @@ def config_values(config: ConfigDict) -> dict:
 
 
 class Workdir:
-  """A folder that is, or will be, that of a run. Making one writes nothing."""
+  """A folder that is, or will be, that of a run. Making one writes nothing.
+
+  Attributes:
+    path: absolute.
+    changes: harmless differences of the config from that of the run so far,
+      such as "mesh.data 8 -> 4".
+  """
 
   def __init__(self, path: str | os.PathLike, config: ConfigDict):
     """Args:
@@ -74,7 +87,14 @@ class Workdir:
     Raises:
       UserError: not a folder, in use, or of a run of another config.
     """
+    if "://" in os.fspath(path):
+      raise UserError(
+        f"got --workdir {path}: expected a folder of the file system that all"
+        " hosts see, not an address. Mount the bucket (gcsfuse BUCKET FOLDER)"
+        " or use a network disk, and set --workdir to a folder in it."
+      )
     self.path = pathlib.Path(path).expanduser().absolute()
+    self.changes: list[str] = []
     self._values = config_values(config)
     if self.path.exists() and not self.path.is_dir():
       raise UserError(
@@ -97,11 +117,20 @@ class Workdir:
     before, now = flatten(before), flatten(self._values)
     missing = object()
     different = [
+      key
+      for key in sorted(before.keys() | now.keys())
+      if before.get(key, missing) != now.get(key, missing)
+    ]
+    harmless = [key for key in different if key.startswith(HARMLESS)]
+    self.changes = [
+      f"{key} {before.get(key, 'missing')} -> {now.get(key, 'missing')}"
+      for key in harmless
+    ]
+    different = [
       f"{key}={now.get(key, 'missing')} (that run:"
       f" {before.get(key, 'missing')})"
-      for key in sorted(before.keys() | now.keys())
-      if key not in HARMLESS
-      and before.get(key, missing) != now.get(key, missing)
+      for key in different
+      if key not in harmless
     ]
     if different:
       raise UserError(
@@ -151,13 +180,41 @@ class Workdir:
       yield
       return
     with self._locked():
-      self._require_same_config()
+      changes = self.changes
+      self._require_same_config()  # nobody else came in between
+      self.changes = changes
       write_atomically(self.path / "config.json", _json(self._values))
       write_atomically(
         self.path / "environment.json",
         _json(environment(self._read("environment.json"))),
       )
       yield
+
+  def require_shared(self) -> None:
+    """Raises UserError where this process does not see what the first writes.
+
+    Once it is open, on all processes.
+    """
+    if jax.process_count() == 1:
+      return
+    name = from_first(f".seen_by_all.{uuid.uuid4().hex}")
+    file = self.path / name
+    with together("looking for --workdir"):
+      if jax.process_index() == 0:
+        file.touch()
+      deadline = time.monotonic() + SHARED_S
+      # By listing: a network file system remembers that a name was not there.
+      while name not in os.listdir(self.path):
+        if time.monotonic() > deadline:
+          raise UserError(
+            f"got --workdir {self.path}, in which process"
+            f" {jax.process_index()} does not see what process 0 writes:"
+            " expected one folder for all hosts. Set --workdir to a folder on"
+            " a network disk or mounted bucket."
+          )
+        time.sleep(0.1)
+    if jax.process_index() == 0:
+      file.unlink()
 
   def finish(self, summary: dict) -> None:
     """Marks the run as finished."""

@@ -66,9 +66,16 @@ def make_config():
 def load(make_config):
   """load(source, seed=0, process_index=0, process_count=1, **overrides)."""
 
-  def load(source="files", seed=0, process_index=0, process_count=1, **kwargs):
+  def load(
+    source="files",
+    seed=0,
+    process_index=0,
+    process_count=1,
+    rows=None,
+    **kwargs,
+  ):
     config = make_config(source, **kwargs)
-    return data.load(config, seed, process_index, process_count)
+    return data.load(config, seed, process_index, process_count, rows)
 
   return load
 

@@ -11,7 +11,7 @@ import pytest
 from attnres_jax import data
 from attnres_jax.train import loop
 from attnres_jax.train.checkpoint import Checkpoints
-from attnres_jax.train.metrics import TIMING_KEYS
+from attnres_jax.train.goodput import TIMING_KEYS
 from configs.train import get_config
 from tests.conftest import REPO
 
