@@ -258,8 +258,7 @@ def _in_a_process(job: Job) -> dict[str, Any]:
   )
   if done.returncode:
     raise RuntimeError(
-      f"{job.mixer} did not compile for {job.topology}:\n"
-      + done.stderr[-4000:]
+      f"{job.mixer} did not compile for {job.topology}:\n" + done.stderr[-4000:]
     )
   answer = json.loads(done.stdout.splitlines()[-1])
   if "user_error" in answer:
@@ -296,7 +295,7 @@ def compile_job(job: Job) -> dict[str, Any]:
   chip = roofline.CHIPS[job.topology.split(":")[0]]
   cores = 1 + max(device.core_on_chip for device in devices)
   row = dict(
-    mesh={axis: size for axis, size in mesh.shape.items()},
+    mesh=dict(mesh.shape.items()),
     fits=True,
     reason=None,
     parameter_bytes=_shard_bytes(state.params),

@@ -218,9 +218,7 @@ def _instruction(name: str, text: str) -> Instruction:
     key: _NAME.findall(names) for key, names in _CALLED.findall(attributes)
   }
   operands = tuple(_NAME.findall(inside))
-  return Instruction(
-    name, opcode, arrays(shape), operands, attributes, called
-  )
+  return Instruction(name, opcode, arrays(shape), operands, attributes, called)
 
 
 def _closing(text: str, start: int) -> int:

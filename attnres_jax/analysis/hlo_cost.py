@@ -345,7 +345,9 @@ def _convolution_flops(x: Instruction, left, right) -> float:
   """
   labels = x.attribute(r"dim_labels=(\S+?)(?:,|$)")
   lhs, kernel, out = re.match(r"(\w+)_(\w+)->(\w+)", labels).groups()
-  window = dict(re.findall(r"(\w+)=([\dx_\-]+)", x.attribute(r"window=\{([^}]*)\}") or ""))  # noqa: E501
+  window = dict(
+    re.findall(r"(\w+)=([\dx_\-]+)", x.attribute(r"window=\{([^}]*)\}") or "")
+  )  # noqa: E501
 
   def option(key, axis, default):
     return window[key].split("x")[axis] if key in window else default

@@ -136,9 +136,7 @@ def model(
       seconds, bound = links, "ici"
     if seconds:
       parts.append(Part(cost, cost.trips * seconds, bound))
-  return Model(
-    parts, max(count.flops / peak, count.hbm_bytes / bandwidth)
-  )
+  return Model(parts, max(count.flops / peak, count.hbm_bytes / bandwidth))
 
 
 def collective_seconds(x: Collective, chip: Chip, axes: int) -> float:
