@@ -116,7 +116,13 @@ def get_config(arg: str | None = None) -> ConfigDict:
   o.mixer_lr_multiplier = 1.0  # on the learning rate of the mixer's parameters
 
   c.mesh = ConfigDict()
-  c.mesh.data = -1  # devices along the batch; -1: all
+  # Devices along each axis; -1 (one axis at most): the rest of them. What is
+  # split over which axis: attnres_jax/parallel/rules.py.
+  c.mesh.data = -1  # batch
+  c.mesh.fsdp = 1  # batch, and storage of parameters and optimizer state
+  c.mesh.expert = 1  # batch, and experts
+  c.mesh.seq = 1  # sequence
+  c.mesh.tensor = 1  # heads and MLP channels; between sublayers, sequence
 
   c.run = r = ConfigDict()
   r.seed = 0  # fixes init, data order and everything else

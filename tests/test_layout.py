@@ -27,12 +27,15 @@ MAY_IMPORT = {
   "provenance": set(),
   "depth_mixing": BASIC,
   "model": BASIC | {"depth_mixing"},
+  "parallel": BASIC | {"depth_mixing", "model"},
   "data": BASIC,
   "config": BASIC | {"depth_mixing"},
-  "train": BASIC | {"depth_mixing", "model", "data", "config", "provenance"},
+  "train": BASIC
+  | {"depth_mixing", "model", "parallel", "data", "config", "provenance"},
   "cli": BASIC | {"data", "train"},
   "analysis": BASIC
-  | {"depth_mixing", "model", "data", "config", "provenance", "train"},
+  | {"depth_mixing", "model", "data", "config", "provenance", "train"}
+  | {"parallel"},
 }
 
 # The folder `kernels` is the package attnres_kernels, which stands alone.

@@ -52,7 +52,13 @@ _NOT_HASHED = (
 
 # Options that came after the first result lines, and the value at which a run
 # computes what it did before there was the option: lines keep their hash.
-_NOT_HASHED_AT = {"mixer.implementation": None}
+_NOT_HASHED_AT = {
+  "mixer.implementation": None,
+  "mesh.fsdp": 1,
+  "mesh.expert": 1,
+  "mesh.seq": 1,
+  "mesh.tensor": 1,
+}
 
 
 def config_hash(config: dict) -> str:

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int
 from attnres_jax.model import token_attention
 from attnres_jax.model.mlp import kernel
 from attnres_jax.model.norms import RMSNorm
+from attnres_jax.model.shards import Shards
 
 
 def rope(
@@ -23,7 +24,11 @@ def rope(
 
 
 class Attention(nnx.Module):
-  """Grouped-query attention; tokens see earlier ones of their own segment."""
+  """Grouped-query attention; tokens see earlier ones of their own segment.
+
+  Each device has a part of the heads N and K and a stretch of the queries; its
+  input and output are the device's own tokens. See `Shards`.
+  """
 
   def __init__(
     self,
@@ -36,6 +41,7 @@ class Attention(nnx.Module):
     qk_norm: bool,
     norm_eps: float,
     dtype,
+    shards: Shards,
     rngs: nnx.Rngs,
   ):
     """Args:
@@ -47,35 +53,55 @@ class Attention(nnx.Module):
     qk_norm: RMSNorm over the head dim of queries and keys.
     norm_eps: of the RMSNorm.
     dtype: of the computation.
+    shards: of the program that it runs in.
     rngs: initialises the kernels.
     """
-    self.q = kernel(rngs, (width, heads, head_dim), width)
-    self.k = kernel(rngs, (width, kv_heads, head_dim), width)
-    self.v = kernel(rngs, (width, kv_heads, head_dim), width)
-    self.out = kernel(rngs, (heads, head_dim, width), heads * head_dim)
+    self.q = kernel(rngs, (width, heads, head_dim), width, axes="DNH")
+    self.k = kernel(rngs, (width, kv_heads, head_dim), width, axes="DKH")
+    self.v = kernel(rngs, (width, kv_heads, head_dim), width, axes="DKH")
+    self.out = kernel(
+      rngs, (heads, head_dim, width), heads * head_dim, axes="NHD"
+    )
     self.q_norm = RMSNorm(head_dim, norm_eps) if qk_norm else None
     self.k_norm = RMSNorm(head_dim, norm_eps) if qk_norm else None
     self.rope_theta = rope_theta
     self.dtype = dtype
+    self.shards = shards
 
   def __call__(
     self,
-    x_BTD: Float[Array, "B T D"],
+    x_BtD: Float[Array, "B t D"],
     positions: Int[Array, "B T"],
     segment_ids: Int[Array, "B T"],
-  ) -> Float[Array, "B T D"]:
+    key_segment_ids: Int[Array, "B S"],
+  ) -> Float[Array, "B t D"]:
+    """Attention of the device's own tokens t, a part of its stretch T of S.
+
+    Args:
+      x_BtD: input.
+      positions: of the stretch, each in its document.
+      segment_ids: of the stretch.
+      key_segment_ids: of the whole sequence.
+    """
+    shards = self.shards
     q, k, v, out = (
-      w[...].astype(self.dtype) for w in (self.q, self.k, self.v, self.out)
+      shards.whole(w, self.dtype) for w in (self.q, self.k, self.v, self.out)
     )
+    x_BTD = shards.stretch(x_BtD)
     q_BTNH = jnp.einsum("BTD,DNH->BTNH", x_BTD, q)
-    k_BSKH = jnp.einsum("BSD,DKH->BSKH", x_BTD, k)
-    v_BSKH = jnp.einsum("BSD,DKH->BSKH", x_BTD, v)
+    k_BTKH = jnp.einsum("BTD,DKH->BTKH", x_BTD, k)
+    v_BTKH = jnp.einsum("BTD,DKH->BTKH", x_BTD, v)
     if self.q_norm is not None:
-      q_BTNH, k_BSKH = self.q_norm(q_BTNH), self.k_norm(k_BSKH)
+      q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
     if self.rope_theta:
       q_BTNH = rope(q_BTNH, positions, self.rope_theta)
-      k_BSKH = rope(k_BSKH, positions, self.rope_theta)
+      k_BTKH = rope(k_BTKH, positions, self.rope_theta)
     mixed_BTNH = token_attention.attend(
-      q_BTNH, k_BSKH, v_BSKH, segment_ids, segment_ids
+      q_BTNH,
+      shards.keys(k_BTKH),
+      shards.keys(v_BTKH),
+      segment_ids,
+      key_segment_ids,
+      shards.start(q_BTNH.shape[1]),
     )
-    return jnp.einsum("BTNH,NHD->BTD", mixed_BTNH, out)
+    return shards.own(jnp.einsum("BTNH,NHD->BTD", mixed_BTNH, out))

@@ -1,4 +1,8 @@
-"""Parameter roles, by variable type: what the optimizer treats differently."""
+"""Parameter roles, by variable type: what the optimizer treats differently.
+
+Parameters that are split over devices carry their axes as letters, in the
+metadata `axes` of the variable; parallel/rules.py says how they are split.
+"""
 
 from flax import nnx
 

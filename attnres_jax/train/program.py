@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -10,16 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from attnres_jax.config import validate
-from attnres_jax.errors import UserError
 from attnres_jax.model.decoder import build_model
+from attnres_jax.parallel import rules
+from attnres_jax.parallel.mesh import make_mesh
 from attnres_jax.train import optimizer
-from attnres_jax.train.loss import LossSums, loss_sums
+from attnres_jax.train.gradients import make_gradients, make_losses
+from attnres_jax.train.loss import LossSums
 
-AXIS = "data"
 BATCH_KEYS = ("tokens", "targets", "positions", "segment_ids", "mask")
 
 
@@ -48,10 +49,12 @@ class Program:
 
   Attributes:
     config: what it was compiled for.
-    graphdef: `nnx.merge(graphdef, state.params)` is the model.
+    graphdef: `nnx.merge(graphdef, state.params)` is the model on whole arrays,
+      for use outside the steps.
     tx: the optimizer.
-    mesh: one axis, `data`.
-    abstract_state: TrainState of shapes, with shardings.
+    mesh: with the axes of parallel/rules.py.
+    abstract_state: TrainState of shapes, with shardings; what a checkpoint is
+      restored onto, whatever mesh it was saved from.
     num_params: number of trainable scalars.
     compile_s: seconds to trace, lower and compile both steps; with a warm
       persistent cache, to load them.
@@ -85,7 +88,7 @@ class Program:
 
     Args:
       state: donated: do not use it again.
-      batch: this process's part of a batch, int32 [B / processes, T] each.
+      batch: this process's rows of a batch, int32 [B / processes, T] each.
 
     Returns:
       The next state; and float32 scalars: `loss` (nats per target, before the
@@ -101,8 +104,8 @@ class Program:
     return self._eval_step(state.params, self.put(batch))
 
   def put(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-    """This process's part of a batch as arrays on the mesh."""
-    sharding = NamedSharding(self.mesh, PartitionSpec(AXIS))
+    """This process's rows of a batch as arrays on the mesh."""
+    sharding = NamedSharding(self.mesh, rules.BATCH)
     batch = {key: batch[key] for key in BATCH_KEYS}
     if jax.process_count() == 1:
       return jax.device_put(batch, sharding)
@@ -110,46 +113,6 @@ class Program:
       key: jax.make_array_from_process_local_data(sharding, value)
       for key, value in batch.items()
     }
-
-
-def make_mesh(
-  config: ConfigDict, devices: Sequence[jax.Device] | None = None
-) -> Mesh:
-  """The mesh of a config: its first mesh.data devices along `data`.
-
-  Args:
-    config: of configs/train.py.
-    devices: to take them from, which need not be here; None: those here.
-
-  Raises:
-    UserError: not so many devices, or they do not divide the batch.
-  """
-  processes = jax.process_count() if devices is None else 1
-  devices_there = jax.devices() if devices is None else list(devices)
-  available, wanted = len(devices_there), config.mesh.data
-  if wanted != -1 and not 1 <= wanted <= available:
-    raise UserError(
-      f"got mesh.data {wanted}: expected -1 (all) or 1 to {available}, the"
-      f" {devices_there[0].platform} devices. Set it with --config.mesh.data."
-    )
-  devices = available if wanted == -1 else wanted
-  if processes > 1 and devices != available:
-    raise UserError(
-      f"got mesh.data {wanted}: expected -1, all {available} devices, when"
-      f" {processes} processes train together. Set it with --config.mesh.data."
-    )
-  batch, accumulate = config.data.batch_size, config.opt.accumulate
-  if batch % (devices * accumulate):
-    raise UserError(
-      f"got data.batch_size {batch}: expected a multiple of"
-      f" {devices * accumulate} ({devices} devices x opt.accumulate"
-      f" {accumulate}). Set --config.data.batch_size, --config.mesh.data or"
-      " --config.opt.accumulate."
-    )
-  return jax.make_mesh(
-    (devices,), (AXIS,), axis_types=(AxisType.Auto,),
-    devices=devices_there[:devices],
-  )  # fmt: skip
 
 
 def parameter_table(config: ConfigDict) -> str:
@@ -227,35 +190,49 @@ class Lowered:
 def lower_program(config: ConfigDict, mesh: Mesh) -> Lowered:
   """Traces and lowers both steps of a valid config for a mesh."""
   config = config.copy_and_resolve_references()
-  replicated = NamedSharding(mesh, PartitionSpec())
 
-  model = nnx.eval_shape(lambda: build_model(config, 0))
-  graphdef, abstract_params, rest = nnx.split(model, nnx.Param, ...)
+  def abstract(*shards):
+    model = nnx.eval_shape(lambda: build_model(config, 0, *shards))
+    return model, *nnx.split(model, nnx.Param, ...)
+
+  model, graphdef, abstract_params, rest = abstract()
   if jax.tree.leaves(rest):
     raise TypeError(f"the model has state that is not nnx.Param: {rest}")
+  _, device_graphdef, _, _ = abstract(rules.shards(mesh))
   tx = optimizer.build(config.opt, config.run.steps, abstract_params)
 
   def init_state(params):
     return TrainState(jnp.int32(0), params, tx.init(params))
 
+  abstract_state = jax.eval_shape(init_state, abstract_params)
+  shardings = rules.shardings(abstract_state, mesh)
+  replicated = NamedSharding(mesh, PartitionSpec())
+
   def init(seed):
     # Not compiled: it runs once, and compiled it takes longer. The weights are
-    # those of `build_model`, to the bit.
-    params = nnx.state(build_model(config, seed), nnx.Param)
-    return jax.device_put(init_state(params), replicated)
+    # those of `build_model`, to the bit, whatever the mesh is; they are made in
+    # the host's memory, since one device may be too small for all of them.
+    with jax.default_device(_host()):
+      params = nnx.state(build_model(config, seed), nnx.Param)
+    # The moments are split like the parameters as soon as they are made.
+    params = jax.tree.map(_place, params, shardings.params)
+    return jax.tree.map(_place, init_state(params), shardings)
 
   abstract_state = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated),
-    jax.eval_shape(init_state, abstract_params),
-  )
-  shape = (config.data.batch_size, config.data.seq_len)
+    lambda x, sharding: jax.ShapeDtypeStruct(
+      x.shape, x.dtype, sharding=sharding
+    ),
+    abstract_state, shardings,
+  )  # fmt: skip
   abstract_batch = dict.fromkeys(
     BATCH_KEYS,
     jax.ShapeDtypeStruct(
-      shape, jnp.int32, sharding=NamedSharding(mesh, PartitionSpec(AXIS))
+      (config.data.batch_size, config.data.seq_len), jnp.int32,
+      sharding=NamedSharding(mesh, rules.BATCH),
     ),
-  )
-  train_step, eval_step = _make_steps(config, graphdef, tx, mesh)
+  )  # fmt: skip
+  gradients = make_gradients(config, device_graphdef, mesh)
+  losses = make_losses(config, device_graphdef, mesh)
   return Lowered(
     config=config,
     graphdef=graphdef,
@@ -264,72 +241,43 @@ def lower_program(config: ConfigDict, mesh: Mesh) -> Lowered:
     mixer_description=model.mixer.describe(),
     init=init,
     train_step=jax.jit(
-      train_step, donate_argnums=0, out_shardings=replicated
+      _make_train_step(config, tx, gradients), donate_argnums=0,
+      out_shardings=(shardings, replicated),
     ).lower(abstract_state, abstract_batch),
-    eval_step=jax.jit(eval_step, out_shardings=replicated).lower(
+    eval_step=jax.jit(losses, out_shardings=replicated).lower(
       abstract_state.params, abstract_batch
     ),
-  )
+  )  # fmt: skip
 
 
-def _make_steps(config, graphdef, tx, mesh):
-  """The two step functions, not compiled."""
-  accumulate, z_loss = config.opt.accumulate, config.opt.z_loss
+def _host() -> jax.Device:
+  """The device that is the host's own memory, if JAX has it."""
+  try:
+    return jax.local_devices(backend="cpu")[0]
+  except RuntimeError:  # JAX_PLATFORMS leaves it out
+    return jax.local_devices()[0]
+
+
+def _place(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+  """An array that every process has, on the mesh."""
+  if x.sharding == sharding:
+    return x
+  value = np.asarray(x)
+  return jax.make_array_from_callback(x.shape, sharding, value.__getitem__)
+
+
+def _make_train_step(config, tx, gradients):
+  """The step function, not compiled.
+
+  The optimizer is outside the shard_map: all it does is elementwise on split
+  arrays, but for the gradient's norm, which the compiler sums over devices.
+  """
+  z_loss = config.opt.z_loss
   lr = optimizer.schedule(config.opt, config.run.steps)
 
-  def split(x_BT):
-    """[B, T] -> [microbatches, B / microbatches, T]."""
-    return x_BT.reshape(-1, accumulate, x_BT.shape[-1]).swapaxes(0, 1)
-
-  def forward(params, micro):
-    model = nnx.merge(graphdef, params)
-    logits = model(micro["tokens"], micro["positions"], micro["segment_ids"])
-    return loss_sums(logits, micro["targets"], micro["mask"])
-
-  def sum_over_batch(function, zeros, constants, batch):
-    """Sums `function(constants, microbatch)`, a pytree like `zeros`.
-
-    Every device runs its own rows, in `accumulate` microbatches, and sees one
-    device only: the compiler could not divide the TPU kernels of the model
-    among devices by itself.
-    """
-
-    def on_device(constants, batch):
-      def body(total, micro):
-        return jax.tree.map(jnp.add, total, function(constants, micro)), None
-
-      if accumulate == 1:
-        total = function(constants, batch)
-      else:
-        total = jax.lax.scan(body, zeros, jax.tree.map(split, batch))[0]
-      return jax.lax.psum(total, AXIS)
-
-    return jax.shard_map(
-      on_device, mesh=mesh, in_specs=(PartitionSpec(), PartitionSpec(AXIS)),
-      out_specs=PartitionSpec(), check_vma=False,
-    )(constants, batch)  # fmt: skip
-
-  no_sums = LossSums(*[jnp.float32(0)] * 3)
-
   def train_step(state, batch):
-    # Every microbatch divides by the targets of the whole batch, so uneven
-    # masks weigh the same whatever opt.accumulate is.
-    targets = jnp.maximum(jnp.sum(batch["mask"] != 0, dtype=jnp.float32), 1)
-
-    def gradients(constants, micro):
-      params, targets = constants
-
-      def objective(params):
-        sums = forward(params, micro)
-        return (sums.nll + z_loss * sums.z) / targets, sums
-
-      grads, sums = jax.grad(objective, has_aux=True)(params)
-      return sums, grads
-
-    zeros = no_sums, jax.tree.map(jnp.zeros_like, state.params)
-    sums, grads = sum_over_batch(
-      gradients, zeros, (state.params, targets), batch
-    )
+    sums, grads = gradients(state.params, batch)
+    targets = jnp.maximum(sums.targets, 1)
     updates, opt_state = tx.update(grads, state.opt_state, state.params)
     metrics = dict(
       loss=sums.nll / targets,
@@ -341,10 +289,7 @@ def _make_steps(config, graphdef, tx, mesh):
     params = optax.apply_updates(state.params, updates)
     return TrainState(state.step + 1, params, opt_state), metrics
 
-  def eval_step(params, batch):
-    return sum_over_batch(forward, no_sums, params, batch)
-
-  return train_step, eval_step
+  return train_step
 
 
 def _peak_bytes(compiled) -> int | None:

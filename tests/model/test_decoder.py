@@ -14,6 +14,7 @@ from attnres_jax.model.attention import Attention, rope
 from attnres_jax.model.decoder import build_model
 from attnres_jax.model.mlp import SwiGLU
 from attnres_jax.model.norms import RMSNorm
+from attnres_jax.model.shards import Shards
 from configs.train import get_config
 
 # float32 against float64 for one sublayer of about unit size.
@@ -72,12 +73,12 @@ def test_attention_is_its_equation(rope_theta, qk_norm):
   d, n, k, h = 16, 4, 2, 6
   module = Attention(
     d, n, k, h, rope_theta=rope_theta, qk_norm=qk_norm, norm_eps=1e-5,
-    dtype=jnp.float32, rngs=nnx.Rngs(params=0),
+    dtype=jnp.float32, shards=Shards(), rngs=nnx.Rngs(params=0),
   )  # fmt: skip
   x = jax.random.normal(jax.random.key(1), (B, T, d))
   segments = jnp.array([[1] * 5 + [2] * 7, [1] * 12])
   positions = jnp.array([[*range(5), *range(7)], [*range(12)]])
-  got = module(x, positions, segments)
+  got = module(x, positions, segments, segments)
 
   q, key, v, out = (
     np.asarray(w[...], np.float64)
@@ -115,7 +116,9 @@ def test_rope_depends_on_distance_only():
 
 @pytest.mark.fast
 def test_swiglu_and_norm_are_their_equations():
-  module = SwiGLU(8, 12, dtype=jnp.float32, rngs=nnx.Rngs(params=0))
+  module = SwiGLU(
+    8, 12, dtype=jnp.float32, shards=Shards(), rngs=nnx.Rngs(params=0)
+  )
   x = jax.random.normal(jax.random.key(1), (2, 3, 8))
   wide = np.asarray(x, np.float64)
   gate, up, out = (

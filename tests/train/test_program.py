@@ -11,6 +11,7 @@ from flax import nnx
 
 from attnres_jax.errors import UserError
 from attnres_jax.model.decoder import build_model
+from attnres_jax.parallel import rules
 from attnres_jax.train import program as program_lib
 from attnres_jax.train.loss import loss_sums
 from attnres_kernels.depth_attention import static
@@ -121,7 +122,7 @@ def test_facts_of_a_program(program):
   assert 3 * 4 * count < program.peak_bytes < 2**30
   assert program.compile_s > 0
   assert "2 sublayers" in program.mixer_description
-  assert program.mesh.axis_names == ("data",)
+  assert dict(program.mesh.shape) == dict.fromkeys(rules.AXES, 1)
 
 
 def test_the_state_is_donated(program, batch):
@@ -194,9 +195,7 @@ def test_data_parallel_equals_one_device(program, run_python, batch, tmp_path):
 
 TPU = """
 import re
-import numpy as np
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh
 from attnres_jax.train import program as lib
 from tests.train.conftest import micro_config
 
@@ -204,11 +203,9 @@ config = micro_config()  # no implementation named: the kernels are the default
 config.opt.accumulate = 2
 config.data.batch_size = 8
 slice_ = topologies.get_topology_desc(topology_name="v5e:2x2", platform="tpu")
-mesh = Mesh(np.array(slice_.devices), ("data",), axis_types=(AxisType.Auto,))
-lib.make_mesh = lambda config: mesh
-program = lib.compile_program(config)
-for step in (program._train_step, program._eval_step):
-  text = step.as_text()
+program = lib.lower_program(config, lib.make_mesh(config, slice_.devices))
+for step in (program.train_step, program.eval_step):
+  text = step.compile().as_text()
   assert "tpu_custom_call" in text
   assert "all-reduce" in text
   assert not re.findall("all-gather|all-to-all|collective-permute", text)
