@@ -32,10 +32,11 @@ MAY_IMPORT = {
   "config": BASIC | {"depth_mixing"},
   "train": BASIC
   | {"depth_mixing", "model", "parallel", "data", "config", "provenance"},
+  "infer": BASIC | {"depth_mixing", "model", "parallel"},
   "cli": BASIC | {"data", "train"},
   "analysis": BASIC
   | {"depth_mixing", "model", "data", "config", "provenance", "train"}
-  | {"parallel"},
+  | {"parallel", "infer"},
 }
 
 # The folder `kernels` is the package attnres_kernels, which stands alone.

@@ -28,7 +28,7 @@ from attnres_jax.errors import UserError, unknown_name
 from attnres_kernels.depth_attention import static
 
 BASELINE = "residual"
-PROGRAMS = ("train",)
+PROGRAMS = ("train", "prefill")
 MEASURED = "modelled from the compiled program (static)"
 
 # What a reader may rely on; rows hold more.
@@ -221,7 +221,14 @@ def _row(job: Job, found: dict, baseline: dict | None) -> dict[str, Any]:
       return None
     return round(row[key] / base[key], 4)
 
+  def excess(key):
+    base = row if baseline is None else baseline
+    if row[key] is None or base[key] is None:
+      return None
+    return row[key] - base[key]
+
   row |= dict(
+    temp_bytes_over_baseline=excess("temp_bytes"),
     ratio_to_baseline=ratio("modelled_step_s"),
     bound_ratio_to_baseline=ratio("bound_s"),
     measured=MEASURED,
@@ -275,7 +282,7 @@ def compile_job(job: Job) -> dict[str, Any]:
   import jax
   from jax.experimental import topologies
 
-  from attnres_jax.train.program import lower_program, make_mesh
+  from attnres_jax.parallel.mesh import make_mesh
 
   try:
     devices = topologies.get_topology_desc(
@@ -290,26 +297,26 @@ def compile_job(job: Job) -> dict[str, Any]:
   if mesh.size != len(devices):
     check_filled(dict(mesh.shape), len(devices), job.topology)
   start = time.perf_counter()
-  lowered = lower_program(config, mesh)
-  state = lowered.abstract_state
+  lowered, params, opt_state = _lower(job.program, config, mesh)
   chip = roofline.CHIPS[job.topology.split(":")[0]]
   cores = 1 + max(device.core_on_chip for device in devices)
   row = dict(
     mesh=dict(mesh.shape.items()),
     fits=True,
     reason=None,
-    parameter_bytes=_shard_bytes(state.params),
-    optimizer_bytes=_shard_bytes(state.opt_state),
+    parameter_bytes=_shard_bytes(params),
+    optimizer_bytes=_shard_bytes(opt_state),
     hbm_limit_bytes=chip.hbm // cores - roofline.RESERVED,
   )
   numbers = (
     "argument_bytes", "temp_bytes", "output_bytes", "alias_bytes",
     "peak_bytes", "hbm_bytes", "flops", "collectives", "kernels",
-    "modelled_step_s", "modelled_s_by_bound", "bound_s", "loops_counted_once",
+    "sources", "source_bytes", "modelled_step_s", "modelled_s_by_bound",
+    "bound_s", "loops_counted_once",
   )  # fmt: skip
   row |= dict.fromkeys(numbers)
   try:
-    compiled = lowered.train_step.compile()
+    compiled = lowered.compile()
   except jax.errors.JaxRuntimeError as error:
     if "RESOURCE_EXHAUSTED" not in str(error) or "vmem" in str(error):
       raise
@@ -321,7 +328,8 @@ def compile_job(job: Job) -> dict[str, Any]:
     row |= dict(fits=False, reason=_too_large(row, config))
 
   text = compiled.as_text()
-  counted = hlo_cost.count(hlo.parse(text))
+  program = hlo.parse(text)
+  counted = hlo_cost.count(program)
   at = [device.coords for device in mesh.devices.flat]
 
   def axes_spanned(group):
@@ -334,6 +342,7 @@ def compile_job(job: Job) -> dict[str, Any]:
     flops=round(counted.flops),
     collectives=counted.collectives(),
     kernels=text.count('custom_call_target="tpu_custom_call"'),
+    **_sources(program),
     modelled_step_s=_digits(modelled.seconds),
     modelled_s_by_bound={
       bound: _digits(seconds) for bound, seconds in modelled.by_bound().items()
@@ -346,6 +355,32 @@ def compile_job(job: Job) -> dict[str, Any]:
   return row
 
 
+def _lower(program: str, config: ConfigDict, mesh):
+  """(the lowered program, its abstract parameters and optimizer state)."""
+  from attnres_jax.infer.prefill import lower_prefill
+  from attnres_jax.train.program import lower_program
+
+  if program == "prefill":
+    return *lower_prefill(config, mesh), ()
+  lowered = lower_program(config, mesh)
+  state = lowered.abstract_state
+  return lowered.train_step, state.params, state.opt_state
+
+
+def _sources(program: hlo.Program) -> dict[str, int | None]:
+  """Depth sources that a device keeps, as the kernel at the output reads them:
+  how many, and the bytes of one, both None where no kernel reads any."""
+  most = (0, 0)
+  for computation in program.computations.values():
+    for x in computation:
+      if x.opcode == "custom-call" and "attnres_attend_forward" in x.name:
+        sources = x.operands[1:]  # behind the queries
+        one = computation.instructions[sources[0]].arrays[0]
+        unpadded = one.elements * hlo.BITS[one.dtype] // 8
+        most = max(most, (len(sources), unpadded))
+  return dict(sources=most[0] or None, source_bytes=most[1] or None)
+
+
 def top_operations(parts: list[roofline.Part], n: int) -> list[dict]:
   """Those that take most of the modelled time, alike ones together."""
 
@@ -353,7 +388,7 @@ def top_operations(parts: list[roofline.Part], n: int) -> list[dict]:
     source = part.cost.instruction.attribute(r'op_name="([^"]*)"')
     if source is None:
       source = re.sub(r"[.\d]+$", "", part.cost.instruction.name)
-    return part.bound, source.removeprefix("jit(train_step)/")
+    return part.bound, source.partition(")/")[2] or source
 
   groups = [
     dict(

@@ -126,6 +126,7 @@ class _Counter:
   def __init__(self, program: Program):
     self.program = program
     self.loops_counted_once = 0
+    self.chains = set()  # of collectives in several pieces, already counted
 
   def walk(self, computation: Computation, trips: int) -> Iterator[Cost]:
     for x in computation:
@@ -285,6 +286,12 @@ class _Counter:
     kind = x.opcode.removesuffix("-start")
     if kind not in COLLECTIVES:
       return
+    # The TPU compiler spreads some over several fusions, its pieces.
+    chain = x.attribute(r'chain_id="(\d+)"')
+    if chain in self.chains:
+      return
+    if chain is not None:
+      self.chains.add(chain)
     operands = [
       computation.instructions[name]
       for name in x.operands
@@ -293,6 +300,8 @@ class _Counter:
     sent = sum(map(_bytes, operands))
     received = sum(a.bytes for a in _results(x, operands))
     group = _group(x)
+    if computation.name.startswith("%all-reduce-scatter"):
+      kind = "reduce-scatter"  # written as an all-reduce, then a slice of it
     if kind == "reduce-scatter":
       payload = sent
     elif kind == "all-gather":
@@ -347,7 +356,7 @@ def _convolution_flops(x: Instruction, left, right) -> float:
   lhs, kernel, out = re.match(r"(\w+)_(\w+)->(\w+)", labels).groups()
   window = dict(
     re.findall(r"(\w+)=([\dx_\-]+)", x.attribute(r"window=\{([^}]*)\}") or "")
-  )  # noqa: E501
+  )
 
   def option(key, axis, default):
     return window[key].split("x")[axis] if key in window else default
