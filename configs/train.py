@@ -19,7 +19,12 @@ from configs.common import parse_arg
 # ablations use (16 blocks, 16 heads, d 1168, lr 2.2e-3, 384 sequences of 8192
 # tokens, 27.9k steps). The paper gives no head dim (128 is Kimi Linear's), and
 # about 9 experts of 528 channels are active per token: one dense MLP here.
-COMMON = dict(head_dim=0, dtype="float32", remat="none")  # unless a size says
+# `7b` has the sizes of Mistral 7B (arXiv:2310.06825, Table 1) and, as Llama 2 7B
+# (arXiv:2307.09288, section 2.2), lr 3e-4, 2000 warm-up steps, 4M tokens a step
+# and 2T tokens.
+COMMON = dict(  # unless a size says
+  head_dim=0, dtype="float32", remat="none", vocab_size=2048
+)  # fmt: skip
 SIZES = {
   "micro": dict(
     layers=3, width=32, heads=4, kv_heads=2, mlp_hidden=64,
@@ -41,6 +46,12 @@ SIZES = {
     mlp_hidden=4752, dtype="bfloat16", remat="sublayer",
     seq_len=8192, batch_size=384, steps=27_900, lr=2.2e-3, warmup_steps=1000,
     eval_sequences=1024, eval_every=500, checkpoint_every=500,
+  ),
+  "7b": dict(
+    layers=32, width=4096, heads=32, kv_heads=8, head_dim=128,
+    mlp_hidden=14336, dtype="bfloat16", remat="sublayer", vocab_size=32_000,
+    seq_len=8192, batch_size=512, steps=477_000, lr=3e-4, warmup_steps=2000,
+    eval_sequences=1024, eval_every=1000, checkpoint_every=1000,
   ),
 }  # fmt: skip
 
@@ -75,7 +86,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
   d.hf_split = "train"  # hf: the split that training streams from
   d.text_key = "text"  # JSONL, Parquet, hf: the field that holds the text
   d.tokenizer = ""  # a tokenizer.json; empty: the corpus's own, trained once
-  d.vocab_size = 2048  # entries of a tokenizer trained here
+  d.vocab_size = size["vocab_size"]  # entries of a tokenizer trained here
   d.seq_len = size["seq_len"]  # tokens per sequence
   d.batch_size = size["batch_size"]  # sequences per optimizer step, all hosts
   d.eval_sequences = size["eval_sequences"]  # sequences of the validation set

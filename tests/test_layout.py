@@ -32,16 +32,17 @@ MAY_IMPORT = {
   "config": BASIC | {"depth_mixing"},
   "train": BASIC
   | {"depth_mixing", "model", "parallel", "data", "config", "provenance"},
+  "infer": BASIC | {"depth_mixing", "model", "parallel"},
   "cli": BASIC | {"data", "parallel", "provenance", "train"},
   "analysis": BASIC
   | {"depth_mixing", "model", "data", "config", "provenance"}
-  | {"parallel", "train"},
+  | {"infer", "parallel", "train"},
 }
 
 # The folder `kernels` is the package attnres_kernels, which stands alone.
 KERNELS = "attnres_kernels"
 KERNELS_MAY_IMPORT = sys.stdlib_module_names | {"jax", "numpy", "jaxtyping"}
-MAY_IMPORT_KERNELS = {"depth_mixing", "analysis"}
+MAY_IMPORT_KERNELS = {"depth_mixing", "model", "analysis"}
 
 # arXiv:2603.15031v1, Table 4 and Figure 6, typed from the paper.
 TABLE_4 = {

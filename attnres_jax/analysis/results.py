@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import pathlib
+from collections.abc import Sequence
 
 from attnres_jax.errors import UserError
 from attnres_jax.train.files import write_atomically
@@ -78,11 +79,13 @@ def config_hash(config: dict) -> str:
   return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def read(path: str | os.PathLike) -> list[dict]:
+def read(
+  path: str | os.PathLike, required: Sequence[str] = REQUIRED_KEYS
+) -> list[dict]:
   """The lines of a result file, oldest first; [] if there is none.
 
   Raises:
-    UserError: a line is not a JSON object or lacks one of REQUIRED_KEYS.
+    UserError: a line is not a JSON object or lacks one of `required`.
   """
   path = pathlib.Path(path)
   if not path.exists():
@@ -91,7 +94,7 @@ def read(path: str | os.PathLike) -> list[dict]:
   for number, text in enumerate(path.read_text().splitlines(), start=1):
     try:
       line = json.loads(text)
-      missing = [key for key in REQUIRED_KEYS if key not in line]
+      missing = [key for key in required if key not in line]
     except (json.JSONDecodeError, TypeError) as error:
       raise UserError(
         f"{path}:{number} is not a JSON object ({error}): mend or delete that"
