@@ -13,13 +13,15 @@ from collections.abc import Callable
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 from ml_collections import ConfigDict
 
 from attnres_jax import data
 from attnres_jax.config import validate
 from attnres_jax.errors import UserError
+from attnres_jax.parallel import rules
 from attnres_jax.parallel.distributed import from_first, row_shard, together
+from attnres_jax.parallel.mesh import make_mesh
 from attnres_jax.train.checkpoint import Checkpoints
 from attnres_jax.train.errors import NonFiniteLossError
 from attnres_jax.train.evaluation import evaluate
@@ -27,11 +29,9 @@ from attnres_jax.train.goodput import Stopwatch
 from attnres_jax.train.metrics import MetricsLog, Progress
 from attnres_jax.train.profiling import Profiler
 from attnres_jax.train.program import (
-  AXIS,
   Program,
   TrainState,
   compile_program,
-  make_mesh,
 )
 from attnres_jax.train.signals import StopRequest
 from attnres_jax.train.summary import Summary, say_continuing, say_program
@@ -94,7 +94,7 @@ def train(
   if folder.changes:
     say(f"changed since this run began: {', '.join(folder.changes)}")
   if dataset is None:
-    batches = NamedSharding(mesh, PartitionSpec(AXIS))
+    batches = NamedSharding(mesh, rules.BATCH)
     part = row_shard(batches, config.data.batch_size)
     with together("preparing the data"):
       dataset = data.load(
