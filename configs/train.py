@@ -19,9 +19,9 @@ from configs.common import parse_arg
 # ablations use (16 blocks, 16 heads, d 1168, lr 2.2e-3, 384 sequences of 8192
 # tokens, 27.9k steps). The paper gives no head dim (128 is Kimi Linear's), and
 # about 9 experts of 528 channels are active per token: one dense MLP here.
-# `7b` has the sizes of Mistral 7B (arXiv:2310.06825, Table 1) and, as Llama 2 7B
-# (arXiv:2307.09288, section 2.2), lr 3e-4, 2000 warm-up steps, 4M tokens a step
-# and 2T tokens.
+# `7b` has the sizes of Mistral 7B (arXiv:2310.06825, Table 1) and, like Llama 2
+# 7B (arXiv:2307.09288, section 2.2), lr 3e-4, 2000 warm-up steps, 4M tokens per
+# step and 2T tokens in all.
 COMMON = dict(  # unless a size says
   head_dim=0, dtype="float32", remat="none", vocab_size=2048
 )  # fmt: skip
