@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict
 
 from attnres_jax import provenance
-from attnres_jax.analysis import hlo, hlo_cost, results, roofline
+from attnres_jax.analysis import fits, hlo, hlo_cost, results, roofline
 from attnres_jax.config import validate
 from attnres_jax.depth_mixing import registry
 from attnres_jax.errors import UserError, unknown_name
@@ -304,8 +304,8 @@ def compile_job(job: Job) -> dict[str, Any]:
     mesh=dict(mesh.shape.items()),
     fits=True,
     reason=None,
-    parameter_bytes=_shard_bytes(params),
-    optimizer_bytes=_shard_bytes(opt_state),
+    parameter_bytes=fits.shard_bytes(params),
+    optimizer_bytes=fits.shard_bytes(opt_state),
     hbm_limit_bytes=chip.hbm // cores - roofline.RESERVED,
   )
   numbers = (
@@ -320,12 +320,12 @@ def compile_job(job: Job) -> dict[str, Any]:
   except jax.errors.JaxRuntimeError as error:
     if "RESOURCE_EXHAUSTED" not in str(error) or "vmem" in str(error):
       raise
-    row |= dict(fits=False, reason=_refused(str(error), row, config))
+    row |= dict(fits=False, reason=fits.refused(str(error), row, config))
     return row | dict(compile_s=round(time.perf_counter() - start, 1))
   row["compile_s"] = round(time.perf_counter() - start, 1)
-  row |= _memory(compiled)
+  row |= fits.memory(compiled)
   if row["peak_bytes"] > row["hbm_limit_bytes"]:
-    row |= dict(fits=False, reason=_too_large(row, config))
+    row |= dict(fits=False, reason=fits.explain(row["peak_bytes"], row, config))
 
   text = compiled.as_text()
   program = hlo.parse(text)
@@ -405,92 +405,12 @@ def top_operations(parts: list[roofline.Part], n: int) -> list[dict]:
   return sorted(groups, key=lambda group: -group["seconds"])[:n]
 
 
-def _memory(compiled) -> dict[str, int]:
-  stats = compiled.memory_analysis()
-  sizes = dict(
-    argument_bytes=stats.argument_size_in_bytes,
-    temp_bytes=stats.temp_size_in_bytes,
-    output_bytes=stats.output_size_in_bytes,
-    alias_bytes=stats.alias_size_in_bytes,
-  )
-  peak = sum(sizes.values()) - 2 * sizes["alias_bytes"]
-  return sizes | dict(peak_bytes=peak)
-
-
-def _refused(error: str, row: dict, config: ConfigDict) -> str:
-  """Why the compiler gave up: it names sizes, and does not always name all."""
-  said = " ".join(error.split()).partition("RESOURCE_EXHAUSTED: ")[2]
-  used = re.search(r"temporaries \(([\d.]+)([KMGT]?)\)", said) or re.search(
-    r"Used ([\d.]+)([KMGT]?) of", said
-  )
-  if not used:
-    return f"the compiler says: {said[:600]} {_knobs(config)}"
-  scale = 1024 ** " KMGT".index(used.group(2) or " ")
-  temporary = "temporaries" in used.group(0)
-  held = row["parameter_bytes"] + row["optimizer_bytes"]
-  row["temp_bytes"] = round(float(used.group(1)) * scale) if temporary else None
-  needed = float(used.group(1)) * scale + (held if temporary else 0)
-  largest = re.findall(
-    r"Size: (\S+) .*?op_name=\"([^\"]*)\".*?Shape: (\S+)", said
-  )
-  buffers = "".join(
-    f" {size} {shape} of {operation};" for size, operation, shape in largest[:3]
-  )
-  return _explain(needed, row, config) + (
-    f" Largest buffers:{buffers}" if buffers else ""
-  )
-
-
-def _too_large(row: dict, config: ConfigDict) -> str:
-  return _explain(row["peak_bytes"], row, config)
-
-
-def _explain(needed: float, row: dict, config: ConfigDict) -> str:
-  limit = row["hbm_limit_bytes"]
-  temporary = row["temp_bytes"]
-  parts = [
-    f"parameters {_gib(row['parameter_bytes'])}",
-    f"optimizer state {_gib(row['optimizer_bytes'])}",
-  ]
-  if temporary is not None:
-    parts.append(f"temporaries {_gib(temporary)}")
-  return (
-    f"{_gib(needed - limit)} ({round(needed - limit):,} bytes) too much: got"
-    f" {_gib(needed)} per device ({', '.join(parts)}), expected at most"
-    f" {_gib(limit)}. {_knobs(config)}"
-  )
-
-
-def _knobs(config: ConfigDict) -> str:
-  axes = [axis for axis in ("fsdp", "tensor", "seq") if axis in config.mesh]
-  knobs = ["a larger --config.opt.accumulate"]
-  if config.model.remat != "block":
-    knobs.append("--config.model.remat=block")
-  knobs += [f"a larger {axis} in --mesh" for axis in axes]
-  knobs.append("a smaller --config.data.batch_size")
-  return f"Set {', '.join(knobs[:-1])} or {knobs[-1]}."
-
-
-def _shard_bytes(tree) -> int:
-  """Bytes of abstract arrays on one device."""
-  import jax
-
-  return sum(
-    math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-    for x in jax.tree.leaves(tree)
-  )
-
-
 def _plain(config: ConfigDict) -> dict[str, Any]:
   return json.loads(json.dumps(config.to_dict()))
 
 
 def _digits(value: float) -> float:
   return float(f"{value:.6g}")
-
-
-def _gib(size: float) -> str:
-  return f"{size / 2**30:.2f} GiB"
 
 
 if __name__ == "__main__":

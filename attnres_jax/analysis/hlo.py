@@ -158,24 +158,20 @@ def parse(text: str) -> Program:
     ValueError: the text has no entry computation.
   """
   computations, entry = {}, None
-  name, instructions, root = None, {}, None
+  name, lines = None, []
   for line in text.splitlines():
     if name is None:
       head = _COMPUTATION.match(line)
       if head:
-        name, instructions, root = head.group(2), {}, None
+        name, lines = head.group(2), []
         entry = name if head.group(1) else entry
-    elif line.startswith("}"):
-      computations[name] = Computation(name, instructions, root)
+    elif line.rstrip() == "}":
+      computations[name] = _computation(name, lines)
       name = None
-    else:
-      found = _HEAD.match(line)
-      if not found:
-        continue
-      instruction = _instruction(found.group(1), line[found.end() :])
-      instructions[instruction.name] = instruction
-      if line.lstrip().startswith("ROOT "):
-        root = instruction.name
+    elif _HEAD.match(line):
+      lines.append(line)
+    else:  # a kernel's metadata may have line breaks
+      lines[-1] += line
   if entry is None:
     raise ValueError("got a text without an ENTRY: expected a compiled program")
   return Program(computations, entry)
@@ -202,6 +198,17 @@ def _array(dtype: str, dims: str, layout: str) -> Array:
     -(-math.prod(padded) * BITS.get(dtype, 0) // 8),
     not re.search(r"S\([1-9]\)", layout),
   )
+
+
+def _computation(name: str, lines: list[str]) -> Computation:
+  instructions, root = {}, None
+  for line in lines:
+    found = _HEAD.match(line)
+    instruction = _instruction(found.group(1), line[found.end() :])
+    instructions[instruction.name] = instruction
+    if line.lstrip().startswith("ROOT "):
+      root = instruction.name
+  return Computation(name, instructions, root)
 
 
 def _instruction(name: str, text: str) -> Instruction:

@@ -6,8 +6,9 @@ it also counts arrays that lie in VMEM as if they came from HBM. So the same
 count is made here from the program's text, per instruction and times the
 trips of the loops around it:
 
-  flops      of dots and convolutions (2 per multiply-add), and what Pallas
-             kernels state as their cost. Elementwise arithmetic is not counted:
+  flops      of dots and convolutions (2 per multiply-add), what Pallas kernels
+             state as their cost, and the matrix products of splash attention,
+             which states none. Elementwise arithmetic is not counted:
              it runs on the vector unit, beside the matrix units whose peak the
              FLOPs are held against.
   hbm_bytes  operands and results that lie in HBM, in whole tiles. A fusion
@@ -263,7 +264,7 @@ class _Counter:
       )
     if x.opcode == "custom-call":
       stated = x.attribute(r'"cost_estimate":\{"flops":"(\d+)"')
-      return float(stated or 0)
+      return float(stated) if stated else _splash_flops(computation, x)
     if x.opcode not in ("dot", "convolution"):
       return 0.0
     left, right = (
@@ -344,6 +345,25 @@ def _group(x: Instruction) -> tuple[int, ...]:
     return tuple(map(int, np.ravel(ids[index])))
   pairs = x.attribute(r"source_target_pairs=\{\{(\d+,\d+)\}")
   return tuple(int(i) for i in pairs.split(",")) if pairs else ()
+
+
+def _splash_flops(computation: Computation, x: Instruction) -> float:
+  """Of JAX's splash attention, which states no cost; 0 for any other kernel.
+
+  Causal: of n x n blocks, n (n + 1) / 2 are computed.
+  """
+  kernel = re.search(r"splash_mha_(fwd|dkv|dq)", x.name)
+  if not kernel:
+    return 0.0
+  operands = [computation.instructions[n].arrays[0] for n in x.operands]
+  queries = next(
+    a for a in operands if len(a.dims) == 4 and a.dtype in ("bf16", "f32")
+  )
+  blocks = next(a.dims[-1] for a in operands if a.dtype.startswith("s"))
+  products = {"fwd": 2, "dkv": 4, "dq": 3}[kernel.group(1)]
+  *_, tokens, _ = queries.dims
+  pairs = tokens * queries.elements  # batch, heads, T, head dim; and T keys
+  return products * 2.0 * pairs * (blocks + 1) / (2 * blocks)
 
 
 def _convolution_flops(x: Instruction, left, right) -> float:
